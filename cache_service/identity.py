@@ -1,0 +1,188 @@
+"""Keys: what makes two pictures, two embeddings or two KV blocks the same. Knows nothing about storage.
+
+Each digest is blake3-256 over typed, length-prefixed fields, so that no two different field lists give the same bytes,
+and starts with a domain word and the schema version, so that keys of different kinds or schemas never meet.
+
+    encoded bytes ─alias─▶ content digest ─+ namespace, effective processing─▶ item identity
+                                            item identity ─+ encoder fingerprint─▶ embedding identity
+         (parent, token ids, [(embedding identity, offset)], adapter, salt) ──▶ KV block key
+
+Digests are compared whole (256 bits) and never truncated.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+from blake3 import blake3
+
+SCHEMA_VERSION = 1
+DIGEST_BYTES = 32
+
+EncodedDigest = NewType("EncodedDigest", bytes)
+"""Of a file's bytes as received; only ever an alias for a content digest."""
+ContentDigest = NewType("ContentDigest", bytes)
+"""Of decoded mode, size and pixels (video: frame indices and timing too)."""
+ItemIdentity = NewType("ItemIdentity", bytes)
+"""Of content, effective processing and tenant namespace."""
+EmbeddingIdentity = NewType("EmbeddingIdentity", bytes)
+"""Of an item seen by one encoder with one set of weights in one precision."""
+BlockKey = NewType("BlockKey", bytes)
+"""Of a KV block and everything before it."""
+
+Field = str | bytes | int | float | bool | None
+
+
+def _digest(domain: str, fields: Iterable[Field | Sequence[Field]]) -> bytes:
+    hasher = blake3()
+    _feed(hasher, domain)
+    _feed(hasher, SCHEMA_VERSION)
+    for value in fields:
+        if isinstance(value, (list, tuple)):
+            hasher.update(b"(" + struct.pack("<Q", len(value)))
+            for element in value:
+                _feed(hasher, element)
+        else:
+            _feed(hasher, value)  # type: ignore[arg-type]
+    return hasher.digest()
+
+
+def _feed(hasher: blake3, value: Field) -> None:
+    """One field: a type byte, a length where it varies, the value. -0.0 and 0.0 are one value; NaN is refused."""
+    if value is None:
+        hasher.update(b"n")
+    elif isinstance(value, bool):
+        hasher.update(b"t" if value else b"f")
+    elif isinstance(value, int):
+        raw = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
+        hasher.update(b"i" + struct.pack("<Q", len(raw)) + raw)
+    elif isinstance(value, float):
+        if value != value:
+            raise ValueError(f"NaN cannot be part of a key: {value = }")
+        hasher.update(b"d" + struct.pack("<d", value + 0.0))
+    elif isinstance(value, str):
+        raw = value.encode()
+        hasher.update(b"s" + struct.pack("<Q", len(raw)) + raw)
+    else:
+        view = memoryview(value).cast("B")
+        hasher.update(b"b" + struct.pack("<Q", view.nbytes))
+        hasher.update(view)
+
+
+def encoded_digest(data: bytes | memoryview, *, decode_settings: str = "") -> EncodedDigest:
+    """Alias key of a file. `decode_settings` names whatever changes decoded pixels (background colour, decoder)."""
+    return EncodedDigest(_digest("encoded", (decode_settings, data)))  # type: ignore[arg-type]
+
+
+def content_digest(
+    mode: str,
+    size: tuple[int, int],
+    pixels: bytes | memoryview,
+    *,
+    frame_indices: Sequence[int] = (),
+    frame_seconds: Sequence[float] = (),
+) -> ContentDigest:
+    """Digest of decoded pixels: `mode` as Pillow names it, `size` (width, height), `pixels` row-major.
+
+    The shape is a field of its own, so a 30x150 and a 150x30 picture with equal bytes differ.
+    """
+    return ContentDigest(
+        _digest("content", (mode, size[0], size[1], pixels, tuple(frame_indices), tuple(frame_seconds)))  # type: ignore[arg-type]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EffectiveProcessing:
+    """What was really done to the pixels. Two `max_pixels` that lead to the same resize are the same processing."""
+
+    resized_height: int
+    resized_width: int
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    resample: str
+    """Filter and its implementation, such as `bicubic/torch-u8`; they differ by a grey level."""
+    image_mean: tuple[float, ...]
+    image_std: tuple[float, ...]
+    rescale_factor: float
+    frame_indices: tuple[int, ...] = ()
+    frame_seconds: tuple[float, ...] = ()
+    processor_revision: str = ""
+    """Changes whenever the preprocessing code or the family's layout of patches changes."""
+
+
+def item_identity(namespace: str, content: ContentDigest, processing: EffectiveProcessing) -> ItemIdentity:
+    p = processing
+    return ItemIdentity(
+        _digest(
+            "item",
+            (
+                namespace,
+                content,
+                p.resized_height,
+                p.resized_width,
+                p.patch_size,
+                p.merge_size,
+                p.temporal_patch_size,
+                p.resample,
+                p.image_mean,
+                p.image_std,
+                p.rescale_factor,
+                p.frame_indices,
+                p.frame_seconds,
+                p.processor_revision,
+            ),
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderFingerprint:
+    """Which encoder made an embedding."""
+
+    model_id: str
+    weights_revision: str
+    """Digest of the checkpoint's index or of its files' metadata (deployments/checkpoint.py)."""
+    dtype: str
+    quantization: str = ""
+    adapter_digest: str = ""
+    encoder_revision: str = ""
+    """Changes whenever our forward pass changes its results."""
+
+
+def embedding_identity(item: ItemIdentity, fingerprint: EncoderFingerprint) -> EmbeddingIdentity:
+    f = fingerprint
+    return EmbeddingIdentity(
+        _digest(
+            "embedding",
+            (item, f.model_id, f.weights_revision, f.dtype, f.quantization, f.adapter_digest, f.encoder_revision),
+        )
+    )
+
+
+def block_key(
+    parent: BlockKey | None,
+    token_ids: Sequence[int],
+    items: Sequence[tuple[EmbeddingIdentity, int]] = (),
+    *,
+    adapter: str = "",
+    cache_salt: str = "",
+) -> BlockKey:
+    """Key of a full KV block.
+
+    Args:
+        parent: Key of the block before it; None for the first.
+        token_ids: The block's tokens (each below 2**32).
+        items: Every item with a placeholder in the block, with its offset relative to the block's first position
+            (negative if it began in an earlier block).
+        adapter: LoRA or similar weights on the language model; empty if none.
+        cache_salt: Namespace and caller's salt: nothing is shared across different salts.
+    """
+    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
+    flat: list[Field] = []
+    for identity, offset in items:
+        flat += (identity, offset)
+    return BlockKey(_digest("kv", (parent, packed, flat, adapter, cache_salt)))
