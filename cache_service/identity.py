@@ -12,6 +12,7 @@ Digests are compared whole (256 bits) and never truncated.
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,48 +34,68 @@ EmbeddingIdentity = NewType("EmbeddingIdentity", bytes)
 BlockKey = NewType("BlockKey", bytes)
 """Of a KV block and everything before it."""
 
-Field = str | bytes | int | float | bool | None
+Field = str | bytes | memoryview | int | float | bool | None
+
+_INLINE_BYTES = 4096
+"""Fields up to this size are gathered and hashed in one call, which for short keys costs more than the hashing."""
 
 
 def _digest(domain: str, fields: Iterable[Field | Sequence[Field]]) -> bytes:
     hasher = blake3()
-    _feed(hasher, domain)
-    _feed(hasher, SCHEMA_VERSION)
+    parts: list[bytes] = []
+    _append(parts, hasher, domain)
+    _append(parts, hasher, SCHEMA_VERSION)
     for value in fields:
         if isinstance(value, (list, tuple)):
-            hasher.update(b"(" + struct.pack("<Q", len(value)))
+            parts.append(b"(" + struct.pack("<Q", len(value)))
             for element in value:
-                _feed(hasher, element)
+                _append(parts, hasher, element)
         else:
-            _feed(hasher, value)  # type: ignore[arg-type]
-    return hasher.digest()
+            _append(parts, hasher, value)  # type: ignore[arg-type]
+    return hasher.update(b"".join(parts)).digest()
 
 
-def _feed(hasher: blake3, value: Field) -> None:
-    """One field: a type byte, a length where it varies, the value. -0.0 and 0.0 are one value; NaN is refused."""
+def _append(parts: list[bytes], hasher: blake3, value: Field) -> None:
+    """One field: a type byte, a length where it varies, the value. -0.0 and 0.0 are one value; NaN is refused.
+
+    NumPy's integers and floats count as the Python numbers they equal.
+    """
     if value is None:
-        hasher.update(b"n")
+        parts.append(b"n")
     elif isinstance(value, bool):
-        hasher.update(b"t" if value else b"f")
-    elif isinstance(value, int):
-        raw = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
-        hasher.update(b"i" + struct.pack("<Q", len(raw)) + raw)
-    elif isinstance(value, float):
+        parts.append(b"t" if value else b"f")
+    elif isinstance(value, float):  # np.float64 is one, too
         if value != value:
             raise ValueError(f"NaN cannot be part of a key: {value = }")
-        hasher.update(b"d" + struct.pack("<d", value + 0.0))
+        parts.append(b"d" + struct.pack("<d", value + 0.0))
     elif isinstance(value, str):
-        raw = value.encode()
-        hasher.update(b"s" + struct.pack("<Q", len(raw)) + raw)
+        # Lone surrogates can come out of a caller's JSON: they are as good a salt or uuid as any.
+        raw = value.encode("utf-8", "surrogatepass")
+        parts.append(b"s" + struct.pack("<Q", len(raw)) + raw)
+    elif hasattr(value, "__index__"):
+        number = operator.index(value)  # type: ignore[arg-type]
+        raw = number.to_bytes((number.bit_length() + 8) // 8, "little", signed=True)
+        parts.append(b"i" + struct.pack("<Q", len(raw)) + raw)
     else:
-        view = memoryview(value).cast("B")
-        hasher.update(b"b" + struct.pack("<Q", view.nbytes))
-        hasher.update(view)
+        view = memoryview(value).cast("B")  # type: ignore[arg-type]
+        parts.append(b"b" + struct.pack("<Q", view.nbytes))
+        if view.nbytes <= _INLINE_BYTES:
+            parts.append(bytes(view))
+        else:
+            hasher.update(b"".join(parts))
+            parts.clear()
+            hasher.update(view)
 
 
-def encoded_digest(data: bytes | memoryview, *, decode_settings: str = "") -> EncodedDigest:
-    """Alias key of a file. `decode_settings` names whatever changes decoded pixels (background colour, decoder)."""
-    return EncodedDigest(_digest("encoded", (decode_settings, data)))  # type: ignore[arg-type]
+def encoded_digest(data: bytes | memoryview, *, decode_settings: str = "", namespace: str = "") -> EncodedDigest:
+    """Alias key of a file.
+
+    Args:
+        data: All bytes as received; a prefix would let two files of one renderer meet.
+        decode_settings: Names whatever changes decoded pixels (background colour, decoder and its options).
+        namespace: Tenant namespace, so that no tenant can tell by speed what another one has sent.
+    """
+    return EncodedDigest(_digest("encoded", (namespace, decode_settings, data)))
 
 
 def content_digest(
@@ -82,15 +103,35 @@ def content_digest(
     size: tuple[int, int],
     pixels: bytes | memoryview,
     *,
+    palette: bytes = b"",
     frame_indices: Sequence[int] = (),
     frame_seconds: Sequence[float] = (),
 ) -> ContentDigest:
-    """Digest of decoded pixels: `mode` as Pillow names it, `size` (width, height), `pixels` row-major.
+    """Digest of decoded pixels.
 
     The shape is a field of its own, so a 30x150 and a 150x30 picture with equal bytes differ.
+
+    Args:
+        mode: As Pillow names it.
+        size: (width, height).
+        pixels: C-contiguous, row-major; for a video, frame after frame.
+        palette: Of a picture whose `pixels` are indices into one.
+        frame_indices: Of a video: which frames of the source these are.
+        frame_seconds: Of a video: when each is shown.
     """
     return ContentDigest(
-        _digest("content", (mode, size[0], size[1], pixels, tuple(frame_indices), tuple(frame_seconds)))  # type: ignore[arg-type]
+        _digest(
+            "content",
+            (
+                mode,
+                size[0],
+                size[1],
+                pixels,
+                palette,
+                tuple(frame_indices),
+                tuple(float(second) for second in frame_seconds),
+            ),
+        )
     )
 
 
@@ -115,6 +156,7 @@ class EffectiveProcessing:
 
 
 def item_identity(namespace: str, content: ContentDigest, processing: EffectiveProcessing) -> ItemIdentity:
+    """Key of a processed item: what was done to which content, for whom."""
     p = processing
     return ItemIdentity(
         _digest(
@@ -128,11 +170,11 @@ def item_identity(namespace: str, content: ContentDigest, processing: EffectiveP
                 p.merge_size,
                 p.temporal_patch_size,
                 p.resample,
-                p.image_mean,
-                p.image_std,
-                p.rescale_factor,
-                p.frame_indices,
-                p.frame_seconds,
+                tuple(float(mean) for mean in p.image_mean),  # 0 and 0.0 do the same to a pixel
+                tuple(float(std) for std in p.image_std),
+                float(p.rescale_factor),
+                tuple(p.frame_indices),
+                tuple(float(second) for second in p.frame_seconds),
                 p.processor_revision,
             ),
         )
@@ -154,6 +196,7 @@ class EncoderFingerprint:
 
 
 def embedding_identity(item: ItemIdentity, fingerprint: EncoderFingerprint) -> EmbeddingIdentity:
+    """Key of one encoder's output for an item; carries the item's namespace through its identity."""
     f = fingerprint
     return EmbeddingIdentity(
         _digest(

@@ -77,6 +77,8 @@ class PrepareRequest:
     """Unix time after which the caller no longer wants an answer."""
     max_prompt_tokens: int | None = None
     """Reject a longer prompt here, before any patches are made."""
+    max_item_bytes: int | None = None
+    """Tenant's own limit on the encoded size of one picture or video, below the server's."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,6 +210,8 @@ class Logprob:
     token_id: int
     token: str
     logprob: float
+    utf8: bytes = b""
+    """The token's own bytes, which may be part of a character only."""
 
 
 @dataclass(frozen=True, slots=True)

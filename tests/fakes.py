@@ -94,7 +94,10 @@ class FakeEncoder:
 
 
 class FakeEngine:
-    """Streams scripted texts, one delta a word. `pause` blocks until set; `aborted` lists closed requests."""
+    """Streams scripted texts, one delta a word. `pause` blocks until set; `aborted` lists closed requests.
+
+    `script` replaces the text by whole batches; `losses` are raised, one a stream, before its first delta.
+    """
 
     def __init__(self, text: str = "a red circle") -> None:
         self.text = text
@@ -103,6 +106,8 @@ class FakeEngine:
         self.pause: asyncio.Event | None = None
         self.submit_error: Exception | None = None
         self.stream_error: Exception | None = None
+        self.script: tuple[DeltaBatch, ...] | None = None
+        self.losses: list[Exception] = []
 
     async def submit(self, request: GenerateRequest) -> None:
         await asyncio.sleep(0)
@@ -114,6 +119,13 @@ class FakeEngine:
         request = self.requests[request_id]
         finished = False
         try:
+            if self.losses:
+                raise self.losses.pop(0)
+            if self.script is not None:
+                async for batch in self._play(self.script):
+                    yield batch
+                finished = True
+                return
             words = self.text.split(" ")
             for position, word in enumerate(words):
                 if self.pause is not None:
@@ -129,6 +141,13 @@ class FakeEngine:
         finally:
             if not finished:
                 self.aborted.append(request_id)
+
+    async def _play(self, script: tuple[DeltaBatch, ...]) -> AsyncIterator[DeltaBatch]:
+        for batch in script:
+            if self.pause is not None:
+                await self.pause.wait()
+            await asyncio.sleep(0)
+            yield batch
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

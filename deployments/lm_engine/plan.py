@@ -61,6 +61,8 @@ class EncodeStart:
     item: MediaItem
     sequence_id: str
     """The first sequence that wants it; others may have joined."""
+    ticket: int = 0
+    """Number of this encode. Report it with a failure, so that a late one of a cancelled encode is told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,10 @@ class StepPlan:
     chunks: tuple[SequenceChunk, ...] = ()
     encode: tuple[EncodeStart, ...] = ()
     evicted_embeds: tuple[EmbeddingIdentity, ...] = ()
-    """Logically evicted already; the embedding store drops the tensors before it takes new ones."""
+    """Logically evicted already; the embedding store drops the tensors before it takes new ones.
+
+    An identity whose encode is still in flight means: cancel it and drop its result. Handle these before `encode`,
+    which may start the same item anew."""
     preempted: tuple[str, ...] = ()
     """Sequences whose blocks were taken this step; they recompute later."""
 

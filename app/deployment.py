@@ -1,0 +1,132 @@
+"""The Serve shim around the HTTP API. Adds to app/ingress.py: handles as ports, metrics, readiness."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client.metrics_core import Metric
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from app.admission import Admission, AdmissionConfig
+from app.auth import Authenticator
+from app.ingress import ServerHooks, create_app
+from app.observer import Usage
+from app.pipeline import Pipeline
+from app.replicas import Replicas
+from app.settings import ApiSettings
+from cache_service.tenant_file import load_tenants
+from deployments.handles import EngineHandle, PreprocessorHandle
+from deployments.metrics import ReplicaMetrics, Sample
+
+logger = logging.getLogger("sightline")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressOptions:
+    settings: ApiSettings
+    admission: AdmissionConfig
+    api_keys_file: str | None
+    status_page: bool
+
+
+class Ingress:
+    """HTTP in, ports out. One admission queue, one set of tenants and one pipeline per replica."""
+
+    def __init__(
+        self,
+        options: IngressOptions,
+        preprocessor: DeploymentHandle,
+        engine: DeploymentHandle,
+        others: Mapping[str, DeploymentHandle],
+    ) -> None:
+        context = serve.get_replica_context()
+        tenants = load_tenants(options.api_keys_file, os.environ)
+        if tenants.is_open:
+            logger.warning("no API keys are configured: the server is open to everyone who can reach it")
+        self._admission = Admission(options.admission)
+        self._metrics = ReplicaMetrics(context.deployment, context.replica_id.unique_id, self._samples)
+        own = serve.get_deployment_handle(context.deployment, context.app_name)
+        replicas = Replicas({context.deployment: own, "Preprocessor": preprocessor, "LMEngine": engine, **others})
+        settings = options.settings
+        pipeline = Pipeline(
+            PreprocessorHandle(preprocessor),
+            EngineHandle(engine),
+            self._admission,
+            max_model_len=settings.max_model_len,
+            request_timeout_s=settings.request_timeout_s,
+        )
+        hooks = ServerHooks(
+            check_ready=replicas.check_ready,
+            metrics_text=replicas.metrics_text,
+            metrics_targets=_no_targets,
+            reset_prefix_cache=replicas.reset_prefix_cache,
+        )
+        observer = PrometheusObserver(self._metrics)
+        self._app = create_app(pipeline, settings, Authenticator(tenants), hooks, observer)
+        if options.status_page:
+            from app.status_page import status_router
+
+            self._app.include_router(status_router())
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._app
+
+    async def ready(self) -> None:
+        """Answering is being ready."""
+
+    async def metrics(self) -> list[Metric]:
+        return self._metrics.collect()
+
+    def _samples(self) -> list[Sample]:
+        stats = self._admission.stats
+        refused = {
+            "rate": stats.refused_rate,
+            "tenant": stats.refused_tenant,
+            "queue": stats.refused_full,
+            "queue_wait": stats.refused_waited,
+        }
+        return [
+            ("requests_in_flight", ("running",), stats.running),
+            ("requests_in_flight", ("queued",), stats.queued),
+            *(("budget_rejections_total", (budget, "rejected"), count) for budget, count in refused.items()),
+        ]
+
+
+class PrometheusObserver:
+    """app.observer.RequestObserver over the ingress replica's registry."""
+
+    def __init__(self, metrics: ReplicaMetrics) -> None:
+        self._requests = metrics.counter("requests_total")
+        self._seconds = metrics.histogram("request_seconds")
+        self._first_token = metrics.histogram("time_to_first_token_seconds")
+        self._inter_token = metrics.histogram("inter_token_seconds")
+        self._stages = metrics.histogram("request_stage_seconds")
+
+    def started(self, endpoint: str) -> None:
+        pass
+
+    def first_token(self, endpoint: str, seconds: float) -> None:
+        self._first_token.labels(endpoint).observe(seconds)
+
+    def token_gap(self, endpoint: str, seconds: float, num_tokens: int) -> None:
+        if num_tokens:
+            self._inter_token.labels(endpoint).observe(seconds / num_tokens)
+
+    def finished(
+        self, endpoint: str, status: int, seconds: float, stage_seconds: Mapping[str, float], usage: Usage
+    ) -> None:
+        self._requests.labels(endpoint, str(status)).inc()
+        self._seconds.labels(endpoint).observe(seconds)
+        for stage, value in stage_seconds.items():
+            self._stages.labels(stage).observe(value)
+
+
+async def _no_targets() -> list[Mapping[str, Any]]:
+    """Replicas export through the ingress; there is nothing to scrape directly."""
+    return []

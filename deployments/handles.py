@@ -1,0 +1,148 @@
+"""The ports over Ray Serve handles, and the object store over Ray's. The one place that translates Ray's exceptions.
+
+Transport is a choice per handle. Calls that carry refs take Ray's default transport: a ref serialised into a gRPC
+handle's arguments is pinned for ever. Token streams carry no refs and go over gRPC (`_by_reference=False`), which moves
+several times as many items per second. Both must reach the replica that holds the request, so submit, stream and abort
+of one request share a session id, which the engine's router hashes to one replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import ray
+from ray import exceptions as ray_exceptions
+from ray.serve import exceptions as serve_exceptions
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from deployments.errors import (
+    InternalError,
+    NotReadyError,
+    OverloadedError,
+    PayloadLostError,
+    ReplicaLostError,
+    RequestAbortedError,
+    SightlineError,
+)
+from deployments.messages import (
+    DeltaBatch,
+    EncodedItem,
+    EncodeRequest,
+    GenerateRequest,
+    MediaItem,
+    PreparedPrompt,
+    PrepareRequest,
+    Ref,
+)
+
+RETRY_AFTER_S = 1.0
+
+
+@contextmanager
+def translated(what: str) -> Iterator[None]:
+    """Ray's and Serve's exceptions as SightlineErrors; `what` names the call in messages for the log.
+
+    A SightlineError raised in the replica comes back as itself. Cancellation passes through untouched.
+    """
+    try:
+        yield
+    except (SightlineError, asyncio.CancelledError):
+        raise
+    except ray_exceptions.RayTaskError as exc:
+        cause = exc.cause if isinstance(exc.cause, BaseException) else None
+        if isinstance(cause, SightlineError):
+            raise cause from None
+        if isinstance(cause, Exception) and not isinstance(cause, ray_exceptions.RayTaskError):
+            with translated(what):
+                raise cause from exc
+        raise InternalError(f"{what}: {exc}") from exc
+    except serve_exceptions.BackPressureError as exc:
+        raise OverloadedError(f"{what}: the queue is full", code="queue_full", retry_after_s=RETRY_AFTER_S) from exc
+    except serve_exceptions.RequestCancelledError as exc:
+        raise RequestAbortedError(f"{what}: cancelled") from exc
+    except serve_exceptions.DeploymentUnavailableError as exc:
+        raise NotReadyError(f"{what}: no replica can serve", retry_after_s=RETRY_AFTER_S) from exc
+    except (
+        serve_exceptions.ReplicaUnavailableError,
+        ray_exceptions.RayActorError,
+        ray_exceptions.WorkerCrashedError,
+        ray_exceptions.NodeDiedError,
+    ) as exc:
+        raise ReplicaLostError(f"{what}: the replica is gone") from exc
+    except ray_exceptions.ObjectStoreFullError as exc:
+        raise OverloadedError(f"{what}: the object store is full", retry_after_s=RETRY_AFTER_S) from exc
+    except (ray_exceptions.ObjectLostError, ray_exceptions.GetTimeoutError) as exc:
+        raise PayloadLostError(f"{what}: a payload can no longer be read") from exc
+    except Exception as exc:
+        raise InternalError(f"{what}: {type(exc).__name__}: {exc}") from exc
+
+
+class RayObjectStore:
+    """ports.ObjectStore over Ray's shared-memory store: a get of a NumPy array is a read-only view, not a copy."""
+
+    def put(self, value: Any) -> Ref:
+        with translated("object store put"):
+            return ray.put(value)
+
+    async def get(self, ref: Ref) -> Any:
+        with translated("object store get"):
+            return await ref
+
+
+class PreprocessorHandle:
+    """ports.Preprocessor over a Serve handle."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def prepare(self, request: PrepareRequest) -> PreparedPrompt:
+        with translated("preprocessor.prepare"):
+            return await self._handle.prepare.remote(request)
+
+    async def make_patches(self, item: MediaItem, deadline_s: float | None = None) -> Ref:
+        with translated("preprocessor.make_patches"):
+            # Nested in a list: a bare ref returned by a replica would be resolved into the array on the way.
+            (ref,) = await self._handle.make_patches.remote(item, deadline_s)
+            return ref
+
+
+class EncoderHandle:
+    """ports.VisionEncoder over a Serve handle."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def encode(self, request: EncodeRequest) -> tuple[EncodedItem, ...]:
+        with translated("vision_encoder.encode"):
+            return await self._handle.encode.remote(request)
+
+
+class EngineHandle:
+    """ports.LMEngine over a Serve handle whose router keeps a session on one replica."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    async def submit(self, request: GenerateRequest) -> None:
+        with translated("lm_engine.submit"):
+            await self._handle.options(session_id=request.request_id).submit.remote(request)
+
+    async def stream(self, request_id: str) -> AsyncIterator[DeltaBatch]:
+        handle = self._handle.options(session_id=request_id, stream=True, _by_reference=False)
+        finished = False
+        deltas = cast("DeploymentResponseGenerator[DeltaBatch]", handle.stream.remote(request_id))
+        try:
+            with translated("lm_engine.stream"):
+                async for batch in deltas:
+                    yield batch
+            finished = True
+        finally:
+            if not finished:
+                deltas.cancel()
+
+    async def abort(self, request_id: str) -> None:
+        with translated("lm_engine.abort"):
+            await self._handle.options(session_id=request_id, _by_reference=False).abort.remote(request_id)

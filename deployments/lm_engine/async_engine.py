@@ -1,0 +1,310 @@
+"""The engine behind its port: one thread steps, the event loop talks. Knows no RPC framework.
+
+    event loop    submit, abort, encoder answers ──inbox──▶   engine thread: commands, then a step, again and again
+                  streams  ◀── one hand-over per step, all requests' deltas at once ──┘
+
+Only the engine's thread touches the engine. The loop is woken once per step, however many requests it served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from cache_service.identity import EmbeddingIdentity
+from deployments.errors import (
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    NotReadyError,
+    SightlineError,
+)
+from deployments.lm_engine.encode_client import Embeddings, EncodeClient
+from deployments.lm_engine.engine import EncodeBatch, Encodes, Engine, Output
+from deployments.lm_engine.engine_stats import EngineStats
+from deployments.lm_engine.grammar import Grammar, GrammarCompiler
+from deployments.lm_engine.plan import EncodeStart
+from deployments.lm_engine.request_stream import RequestStream
+from deployments.messages import DeltaBatch, GenerateRequest, SequenceDelta
+from deployments.ports import ObjectStore, VisionEncoder
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# How long the engine sleeps when nothing can be computed: deadlines are noticed this late at most.
+_WAIT_WITH_WORK_S = 0.02
+_WAIT_WITHOUT_WORK_S = 0.5
+_MAX_FAULTS_IN_A_ROW = 5
+
+
+class AsyncEngine:
+    """Implements ports.LMEngine.
+
+    Args:
+        make_engine: Makes the engine, given where its wishes for embeddings go.
+        encoder, store: Where embeddings come from, and what their refs point into.
+        grammars: Compiles structured-output constraints; None refuses them.
+        embed_width: Columns an embedding must have.
+        max_encode_tries: Calls for one item before its error stands.
+        encode_timeout_s: After which an encoder call counts as lost.
+        grammar_timeout_s: Longest wait for a grammar to be compiled.
+        stall_s: Without a step for so long while there is work, the engine counts as stuck.
+        open_timeout_s: A stream that nobody opens for so long is aborted.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[Encodes], Engine],
+        encoder: VisionEncoder,
+        store: ObjectStore,
+        *,
+        embed_width: int,
+        grammars: GrammarCompiler | None = None,
+        max_encode_tries: int = 3,
+        encode_timeout_s: float = 120.0,
+        grammar_timeout_s: float = 5.0,
+        stall_s: float = 60.0,
+        open_timeout_s: float = 60.0,
+    ) -> None:
+        self._engine = make_engine(self)
+        self._grammars = grammars
+        self._grammar_timeout_s, self._stall_s, self._open_timeout_s = grammar_timeout_s, stall_s, open_timeout_s
+        self._encode_client = EncodeClient(
+            encoder, store, self, width=embed_width, max_tries=max_encode_tries, timeout_s=encode_timeout_s
+        )
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, RequestStream] = {}
+        self._compilers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+        self._thread = threading.Thread(target=self._run, name="lm-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing = False
+        self._last_beat_s = time.monotonic()
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Start the engine's thread; called once, on the event loop that will use the engine."""
+        self._loop = asyncio.get_running_loop()
+        self._last_beat_s = time.monotonic()
+        self._thread.start()
+
+    async def close(self) -> None:
+        """End all requests and the thread. Idempotent."""
+        self._closing = True
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+        await self._encode_client.close()
+        self._end_streams(NotReadyError("the server is shutting down"))
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    def check_health(self) -> None:
+        """Raise InternalError if the engine can make no progress any more."""
+        if not self._thread.is_alive():
+            raise InternalError("the engine's thread has ended")
+        stalled_s = time.monotonic() - self._last_beat_s
+        if stalled_s > self._stall_s and self._engine.has_work:
+            raise InternalError(f"the engine has work but took no step for {stalled_s:.0f} s")
+
+    # -- ports.LMEngine ------------------------------------------------------------------------------------------------
+    async def submit(self, request: GenerateRequest) -> None:
+        """Admit a request, or raise. Whoever submits must stream soon, or the request is aborted."""
+        if self._loop is None or self._closing or not self._thread.is_alive():
+            raise NotReadyError("the engine is not running")
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise InvalidRequestError("a request with this id is running already", param="request_id")
+        self._streams[request_id] = RequestStream(request.sampling.n)
+        try:
+            self._engine.validate(request)
+            grammars = await self._compile(request)
+            await self._call(lambda: self._engine.add(request, grammars))
+        except BaseException:
+            del self._streams[request_id]
+            self._inbox.put(lambda: self._engine.abort(request_id))
+            raise
+        self._loop.call_later(self._open_timeout_s, self._drop_unopened, request_id, self._streams[request_id])
+
+    async def stream(self, request_id: str) -> AsyncIterator[DeltaBatch]:
+        """See ports.LMEngine; errors of a sequence are in its last delta."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.is_open:
+            raise NotFoundError("there is no request with this id, or its stream is being read already")
+        stream.is_open = True
+        try:
+            while not stream.is_drained:
+                yield await stream.read()
+        finally:
+            self._drop(request_id, stream)
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request; its reader, if any, sees `abort` as finish reason."""
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        stream.end(SequenceDelta(finish_reason="abort"))
+        self._inbox.put(lambda: self._engine.abort(request_id))
+        if not stream.is_open:
+            del self._streams[request_id]
+
+    # -- operators -----------------------------------------------------------------------------------------------------
+    async def stats(self) -> EngineStats:
+        """Totals, and the observations since the last call."""
+        return await self._call(self._engine.stats)
+
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; returns how many blocks were forgotten."""
+        return await self._call(self._engine.reset_prefix_cache)
+
+    @property
+    def num_streams(self) -> int:
+        """Requests submitted and not yet read to their end."""
+        return len(self._streams)
+
+    # -- engine.Encodes, called by the engine's thread -----------------------------------------------------------------
+    def handle(self, cancelled: tuple[EmbeddingIdentity, ...], batches: tuple[EncodeBatch, ...]) -> None:
+        self._on_loop(lambda: self._encode_client.handle(cancelled, batches))
+
+    # -- encode_client.EncodeListener, called on the event loop --------------------------------------------------------
+    def on_encoded(self, start: EncodeStart, embeddings: Embeddings) -> None:
+        def put() -> None:
+            try:
+                self._engine.put_embedding(start.identity, embeddings.to_tensor(), start.sequence_id)
+            except Exception as exc:
+                _LOG.exception("an embedding could not be stored")
+                error = InternalError(f"an embedding could not be stored: {exc!r}")
+                self._publish(self._engine.fail_embedding(start, error))
+
+        self._inbox.put(put)
+
+    def on_encode_failed(self, start: EncodeStart, error: SightlineError) -> None:
+        self._inbox.put(lambda: self._publish(self._engine.fail_embedding(start, error)))
+
+    def on_encode_retry(self) -> None:
+        self._inbox.put(self._engine.count_encode_retry)
+
+    # -- the engine's thread -------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        try:
+            self._run_steps()
+        except Exception as exc:
+            _LOG.exception("the engine's thread ends")
+            error = exc if isinstance(exc, SightlineError) else InternalError(f"the engine has ended: {exc!r}")
+            self._on_loop(lambda: self._end_streams(error))
+
+    def _run_steps(self) -> None:
+        idle, faults_in_a_row = True, 0
+        while True:
+            had_work = self._engine.has_work
+            self._obey(wait_s=(_WAIT_WITH_WORK_S if had_work else _WAIT_WITHOUT_WORK_S) if idle else 0.0)
+            self._last_beat_s = time.monotonic()
+            if self._closing:
+                return
+            if not self._engine.has_work:
+                if had_work or not idle:
+                    self._publish(self._engine.settle())
+                idle = True
+                continue
+            result = self._engine.step()
+            idle = result.idle
+            self._publish(result.outputs)
+            faults_in_a_row = faults_in_a_row + 1 if result.failed else 0
+            if faults_in_a_row >= _MAX_FAULTS_IN_A_ROW:
+                raise InternalError(f"{faults_in_a_row} steps in a row have failed")
+
+    def _obey(self, wait_s: float) -> None:
+        """Carry out all commands that are there; wait for the first one at most so long."""
+        try:
+            command = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
+            while command is not None:
+                self._obey_one(command)
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _obey_one(self, command: Callable[[], None]) -> None:
+        try:
+            command()
+        except Exception:
+            _LOG.exception("a command to the engine failed")
+            self._publish(self._engine.settle())
+
+    def _publish(self, outputs: list[Output]) -> None:
+        if outputs:
+            self._on_loop(lambda: self._deliver(outputs))
+
+    def _on_loop(self, callback: Callable[[], None]) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            self._closing = True
+
+    # -- the event loop ------------------------------------------------------------------------------------------------
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.push(output.delta)
+
+    async def _call(self, function: Callable[[], _T]) -> _T:
+        """Result of a function of the engine's thread, run between two steps."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[_T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result = function()
+            except Exception as exc:
+                self._on_loop(lambda error=exc: _set_exception(future, error))  # type: ignore[misc]
+            else:
+                self._on_loop(lambda: _set_result(future, result))
+
+        self._inbox.put(run)
+        return await future
+
+    async def _compile(self, request: GenerateRequest) -> tuple[Grammar, ...]:
+        """One fresh grammar per choice, compiled off the loop and off the engine's thread."""
+        spec = request.sampling.grammar
+        if spec is None:
+            return ()
+        if self._grammars is None:
+            raise InvalidRequestError("structured output is not available on this server", param=spec.param)
+        loop = asyncio.get_running_loop()
+        compiler, count = self._grammars, request.sampling.n
+        work = loop.run_in_executor(self._compilers, lambda: tuple(compiler.compile(spec) for _ in range(count)))
+        try:
+            return await asyncio.wait_for(work, self._grammar_timeout_s)
+        except TimeoutError:
+            message = f"{spec.param}: compiling took longer than {self._grammar_timeout_s:g} s; simplify it"
+            raise InvalidRequestError(message, code="grammar_too_complex", param=spec.param) from None
+
+    def _drop(self, request_id: str, stream: RequestStream) -> None:
+        """The reader is done: forget the stream, and abort what still runs."""
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+        if not stream.is_finished:
+            self._inbox.put(lambda: self._engine.abort(request_id))
+
+    def _drop_unopened(self, request_id: str, stream: RequestStream) -> None:
+        if not stream.is_open:
+            self._drop(request_id, stream)
+
+    def _end_streams(self, error: SightlineError) -> None:
+        for stream in self._streams.values():
+            stream.end(SequenceDelta(finish_reason="error", error=error))
+
+
+def _set_result(future: asyncio.Future[_T], result: _T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_exception(future: asyncio.Future[_T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

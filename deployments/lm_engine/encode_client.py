@@ -1,0 +1,183 @@
+"""Pulls embeddings from the encoder for the engine. Runs on the event loop; knows no scheduler and no device.
+
+Each batch is one call. What is lost on the way (a ref, a replica) is asked for again, alone, within a bounded number of
+tries and the request's deadline; what is wrong with one item of a batch is found by asking for each item alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from cache_service.identity import EmbeddingIdentity
+from deployments.errors import InternalError, OverloadedError, PayloadLostError, ReplicaLostError, SightlineError
+from deployments.lm_engine.engine import EncodeBatch
+from deployments.lm_engine.plan import EncodeStart
+from deployments.messages import EncodedItem, EncodeRequest
+from deployments.ports import ObjectStore, VisionEncoder
+
+_FIRST_RETRY_S = 0.05
+_RETRYABLE = (PayloadLostError, ReplicaLostError, OverloadedError)
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """One item's rows as they came: an array (bfloat16 viewed as uint16), or a tensor of an encoder in this process."""
+
+    rows: np.ndarray | torch.Tensor
+    dtype: str
+
+    def to_tensor(self) -> torch.Tensor:
+        """A tensor with memory of its own, so that the object store's can be freed."""
+        if isinstance(self.rows, torch.Tensor):
+            return self.rows
+        tensor = torch.from_numpy(np.array(self.rows))
+        return tensor.view(torch.bfloat16) if self.dtype == "bfloat16" and tensor.dtype == torch.uint16 else tensor
+
+
+class EncodeListener(Protocol):
+    """Told what becomes of the encodes, on the event loop."""
+
+    def on_encoded(self, start: EncodeStart, embeddings: Embeddings) -> None:
+        """An item's embeddings have arrived."""
+
+    def on_encode_failed(self, start: EncodeStart, error: SightlineError) -> None:
+        """An item has no embeddings and will not get any."""
+
+    def on_encode_retry(self) -> None:
+        """An item is asked for again."""
+
+
+class EncodeClient:
+    """Args:
+    width: Columns an embedding must have.
+    max_tries: Calls for one item before its error stands.
+    timeout_s: After which a call counts as lost.
+    clock: Unix time in seconds.
+    """
+
+    def __init__(
+        self,
+        encoder: VisionEncoder,
+        store: ObjectStore,
+        listener: EncodeListener,
+        *,
+        width: int,
+        max_tries: int = 3,
+        timeout_s: float = 120.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._encoder, self._store, self._listener = encoder, store, listener
+        self._width, self._max_tries, self._timeout_s, self._clock = width, max_tries, timeout_s, clock
+        self._in_flight: dict[EmbeddingIdentity, tuple[int, asyncio.Task[None]]] = {}
+        """Ticket and task of each item asked for."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def handle(self, cancelled: tuple[EmbeddingIdentity, ...], batches: tuple[EncodeBatch, ...]) -> None:
+        """See engine.Encodes."""
+        for identity in cancelled:
+            self._cancel(identity)
+        for batch in batches:
+            self._start(batch, num_tries=0)
+
+    async def close(self) -> None:
+        """Cancel everything and wait until it is gone."""
+        tasks = tuple(self._tasks)
+        self._in_flight.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, batch: EncodeBatch, num_tries: int, delay_s: float = 0.0) -> None:
+        task = asyncio.get_running_loop().create_task(self._encode(batch, num_tries, delay_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        for start in batch.starts:
+            self._in_flight[start.identity] = (start.ticket, task)
+
+    def _cancel(self, identity: EmbeddingIdentity) -> None:
+        """Forget an item; its call is cancelled once no other item needs it."""
+        entry = self._in_flight.pop(identity, None)
+        if entry is not None and not any(task is entry[1] for _, task in self._in_flight.values()):
+            entry[1].cancel()
+
+    async def _encode(self, batch: EncodeBatch, num_tries: int, delay_s: float) -> None:
+        """One call for a batch, and what follows from its results."""
+        await asyncio.sleep(delay_s)
+        request = EncodeRequest(
+            request_id=batch.request_id,
+            items=tuple(start.item for start in batch.starts),
+            namespace=batch.namespace,
+            deadline_s=batch.deadline_s,
+        )
+        fault: SightlineError | None = None
+        results: list[Embeddings | SightlineError] = []
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                results = await self._call(request)
+        except TimeoutError:
+            fault = ReplicaLostError(f"the encoder gave no answer in {self._timeout_s:g} s")
+        except SightlineError as exc:
+            fault = exc
+        except Exception as exc:
+            fault = InternalError(f"the encoder failed: {exc!r}")
+        for start, result in zip(batch.starts, results if fault is None else [fault] * len(batch.starts), strict=True):
+            if self._in_flight.get(start.identity, (None,))[0] == start.ticket:  # else it was cancelled
+                self._settle(batch, start, result, num_tries + 1, whole_call=fault is not None)
+
+    def _settle(
+        self,
+        batch: EncodeBatch,
+        start: EncodeStart,
+        result: Embeddings | SightlineError,
+        num_tries: int,
+        *,
+        whole_call: bool,
+    ) -> None:
+        """Hand over an item's result, or ask for the item again, alone."""
+        if isinstance(result, Embeddings):
+            del self._in_flight[start.identity]
+            self._listener.on_encoded(start, result)
+            return
+        alone = EncodeBatch(batch.request_id, batch.namespace, batch.deadline_s, (start,))
+        delay_s = result.retry_after_s or _FIRST_RETRY_S * 2 ** (num_tries - 1)
+        is_transient = isinstance(result, _RETRYABLE)
+        if is_transient and num_tries < self._max_tries and self._in_time(batch, delay_s):
+            self._listener.on_encode_retry()
+            self._start(alone, num_tries, delay_s)
+        elif not is_transient and whole_call and len(batch.starts) > 1:
+            self._start(alone, num_tries)  # one item may be bad: which one?
+        else:
+            del self._in_flight[start.identity]
+            self._listener.on_encode_failed(start, result)
+
+    def _in_time(self, batch: EncodeBatch, delay_s: float) -> bool:
+        return batch.deadline_s is None or self._clock() + delay_s < batch.deadline_s
+
+    async def _call(self, request: EncodeRequest) -> list[Embeddings | SightlineError]:
+        """The items' embeddings, fetched side by side; an error in the place of an item that cannot be used."""
+        encoded = await self._encoder.encode(request)
+        if len(encoded) != len(request.items):
+            raise InternalError(f"the encoder answered {len(request.items)} items with {len(encoded)}")
+        pairs = zip(request.items, encoded, strict=True)
+        return await asyncio.gather(*(self._fetch(item.num_slots, answer) for item, answer in pairs))
+
+    async def _fetch(self, num_slots: int, answer: EncodedItem) -> Embeddings | SightlineError:
+        try:
+            rows = await self._store.get(answer.embeddings)
+        except SightlineError as exc:
+            return exc
+        expected = (num_slots, self._width)
+        if tuple(rows.shape) != expected:
+            return InternalError(f"the encoder sent embeddings of shape {tuple(rows.shape)}; expected {expected}")
+        return Embeddings(rows, answer.dtype)

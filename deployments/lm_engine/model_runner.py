@@ -1,0 +1,121 @@
+"""Runs step plans. Anything on the device happens here or below; nothing here decides what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from cache_service.identity import EmbeddingIdentity
+from deployments.errors import InternalError
+from deployments.lm_engine.attention import AttentionBackend
+from deployments.lm_engine.embed_store import EmbedStore
+from deployments.lm_engine.model import LanguageModel
+from deployments.lm_engine.plan import SequenceChunk, StepPlan
+
+
+class ModelRunner:
+    """One forward pass per plan, over all chunks at once.
+
+    Args:
+        backend: Attention over the KV pools that the plans' block ids index.
+        embeds: Where item embeddings lie; the runner drops what a plan evicts before anything new is put.
+    """
+
+    def __init__(self, model: LanguageModel, backend: AttentionBackend, embeds: EmbedStore) -> None:
+        self._model, self._backend, self._embeds = model, backend, embeds
+
+    @property
+    def embed_width(self) -> int:
+        return self._model.embed_width
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @property
+    def embed_bytes(self) -> int:
+        """Bytes of embeddings resident on the device."""
+        return self._embeds.num_bytes
+
+    def has_embedding(self, identity: EmbeddingIdentity) -> bool:
+        return identity in self._embeds
+
+    def drop_embeddings(self, identities: Iterable[EmbeddingIdentity]) -> None:
+        self._embeds.drop(identities)
+
+    def clear_embeddings(self) -> None:
+        self._embeds.clear()
+
+    def put_embedding(self, identity: EmbeddingIdentity, embeddings: torch.Tensor) -> None:
+        """Make rows [num_slots, embed_width] resident, in the model's precision."""
+        self._embeds.put(identity, embeddings.to(self._model.device, self._model.dtype))
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> torch.Tensor:
+        """Advance all chunks.
+
+        Returns:
+            float32 logits [sampling chunks, vocab_size], in the plan's order.
+
+        Raises:
+            InternalError: The plan uses an embedding that is not resident.
+        """
+        self._embeds.drop(plan.evicted_embeds)
+        if not plan.chunks:
+            return torch.empty(0, self._model.vocab_size)
+        token_ids = np.concatenate([np.asarray(chunk.token_ids, np.int64) for chunk in plan.chunks])
+        positions = np.concatenate([chunk.positions for chunk in plan.chunks], axis=1).astype(np.int64)
+        hidden = self._model.embed_tokens(self._to_device(token_ids))
+        visual_rows, deepstack = self._splice(hidden, plan.chunks)
+        batch = self._backend.prepare(plan.chunks)
+        hidden = self._model(hidden, self._to_device(positions), batch, visual_rows, deepstack)
+        return self._model.logits(hidden[self._to_device(_sampling_rows(plan.chunks))]).float()
+
+    def _splice(
+        self, hidden: torch.Tensor, chunks: Iterable[SequenceChunk]
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Overwrite placeholder rows of `hidden` in place; returns their mask and the deepstack levels' rows."""
+        width, row = self._model.hidden_size, 0
+        mask = np.zeros(hidden.shape[0], np.bool_)
+        deeper: list[torch.Tensor] = []
+        for chunk in chunks:
+            for piece in chunk.embeds:
+                start = row + piece.chunk_start
+                rows = self._rows(piece.identity, piece.item_start, piece.num_slots)
+                hidden[start : start + piece.num_slots] = rows[:, :width]
+                mask[start : start + piece.num_slots] = True
+                deeper.append(rows[:, width:])
+            row += chunk.num_tokens
+        if not deeper:
+            return None, []
+        levels = self._model.deepstack_levels
+        stacked = torch.cat(deeper) if levels else None
+        return self._to_device(mask), [] if stacked is None else list(stacked.split(width, dim=1))
+
+    def _rows(self, identity: EmbeddingIdentity, start: int, num_rows: int) -> torch.Tensor:
+        try:
+            rows = self._embeds.rows(identity, start, num_rows)
+        except KeyError:
+            raise InternalError("the step plan uses an embedding that is not resident") from None
+        if rows.shape[0] != num_rows:
+            raise InternalError(f"the step plan uses {num_rows} embedding rows of which {rows.shape[0]} are resident")
+        return rows
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._model.device, non_blocking=True)
+
+
+def _sampling_rows(chunks: Iterable[SequenceChunk]) -> np.ndarray:
+    """Flat row of the last token of every chunk that samples."""
+    rows, row = [], 0
+    for chunk in chunks:
+        row += chunk.num_tokens
+        if chunk.samples:
+            rows.append(row - 1)
+    return np.asarray(rows, np.int64)

@@ -1,0 +1,72 @@
+"""One request's way out of the engine: deltas go in as steps make them and come out as fast as the reader reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from deployments.messages import SequenceDelta
+
+
+class RequestStream:
+    """Used by the event loop only. What a slow reader has not taken yet is folded into one delta per choice, so the
+    backlog is bounded by the request's own output and never by the number of steps.
+
+    Args:
+        num_choices: How many sequences must end before the stream does.
+    """
+
+    def __init__(self, num_choices: int) -> None:
+        self._unfinished = set(range(num_choices))
+        self._pending: dict[int, list[SequenceDelta]] = {}
+        self._arrived = asyncio.Event()
+        self.is_open = False
+        """A reader has taken the stream; there can be only one."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Every choice has ended, whether or not the reader has seen it."""
+        return not self._unfinished
+
+    @property
+    def is_drained(self) -> bool:
+        """Finished, and nothing left to read."""
+        return not (self._unfinished or self._pending)
+
+    def push(self, delta: SequenceDelta) -> None:
+        """Add a delta; those of a choice that has ended are dropped."""
+        if delta.index not in self._unfinished:
+            return
+        self._pending.setdefault(delta.index, []).append(delta)
+        if delta.finish_reason is not None:
+            self._unfinished.discard(delta.index)
+        self._arrived.set()
+
+    def end(self, template: SequenceDelta) -> None:
+        """End every unfinished choice with `template`'s reason and error."""
+        for index in tuple(self._unfinished):
+            self.push(SequenceDelta(index=index, finish_reason=template.finish_reason or "error", error=template.error))
+
+    async def read(self) -> tuple[SequenceDelta, ...]:
+        """Everything since the last call, one delta per choice, in order of choices; waits until there is something."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        pending, self._pending = self._pending, {}
+        return tuple(fold(pending[index]) for index in sorted(pending))
+
+
+def fold(deltas: Sequence[SequenceDelta]) -> SequenceDelta:
+    """One delta that says what these say one after the other; all are of one choice."""
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    return SequenceDelta(
+        index=last.index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        stats=last.stats,
+        error=last.error,
+    )

@@ -1,0 +1,237 @@
+"""Chooses tokens from logits, for all sampling sequences at once. Knows nothing about scheduling or text.
+
+The order of steps is vLLM's, so that equal options mean equal things:
+
+    log-probabilities of the raw logits -> min_tokens bans, logit_bias -> penalties -> grammar mask
+      -> greedy rows: argmax
+      -> random rows: temperature -> min_p -> top_k -> top_p -> draw
+
+A draw is the argmax of p / e with e ~ Exp(1) (the Gumbel-max trick), which needs no host synchronisation. A sequence
+with a seed draws e from a generator of its own, so its tokens do not depend on who else is in the batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deployments.errors import InternalError, SightlineError
+from deployments.lm_engine.grammar import Grammar, apply_masks, new_masks
+from deployments.lm_engine.penalties import Edit, PenaltyRow, TokenCounts, apply_edits, apply_penalties
+from deployments.messages import SamplingParams
+
+GREEDY_TEMPERATURE = 1e-5
+"""At or below this temperature the most likely token is taken, as in vLLM."""
+_NEGATIVE_INFINITY = float("-inf")
+_MIN_EXPONENTIAL = 1e-20
+
+
+@dataclass(frozen=True, slots=True)
+class RawLogprobs:
+    """Log-probabilities at one position, before any option changed them."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+    """(token id, log-probability), best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    token_id: int
+    logprobs: RawLogprobs | None = None
+
+
+class SamplingState:
+    """What sampling remembers of one sequence; survives preemption.
+
+    Args:
+        banned_ids: Tokens that end the sequence, banned until `min_tokens` are out.
+        choice: Index among the request's n choices; choices of one seed differ.
+    """
+
+    __slots__ = (
+        "banned_ids",
+        "counts",
+        "generator",
+        "grammar",
+        "num_output_tokens",
+        "params",
+    )
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        *,
+        banned_ids: Sequence[int] = (),
+        grammar: Grammar | None = None,
+        choice: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.params, self.grammar = params, grammar
+        self.banned_ids = tuple(banned_ids)
+        self.num_output_tokens = 0
+        penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        self.counts = TokenCounts(prompt_token_ids) if penalised else None
+        self.generator: torch.Generator | None = None
+        if params.seed is not None:
+            self.generator = torch.Generator(device).manual_seed(_choice_seed(params.seed, choice))
+
+    def edits(self, row: int) -> list[Edit]:
+        """Bans and biases of the next token."""
+        edits = []
+        # A grammar knows when its text may end; banning the end there could leave no token at all.
+        if self.num_output_tokens < self.params.min_tokens and self.grammar is None:
+            edits.append(Edit(row, self.banned_ids, (_NEGATIVE_INFINITY,) * len(self.banned_ids)))
+        if self.params.logit_bias:
+            ids, values = zip(*self.params.logit_bias, strict=True)
+            edits.append(Edit(row, ids, values))
+        return edits
+
+    def penalty(self, row: int) -> PenaltyRow | None:
+        if self.counts is None:
+            return None
+        p = self.params
+        return PenaltyRow(row, self.counts, p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
+
+    def accept(self, token_id: int) -> None:
+        """Take note of a sampled token."""
+        self.num_output_tokens += 1
+        if self.counts is not None:
+            self.counts.add(token_id)
+
+
+class Sampler:
+    """Args:
+    seed: Of the generator that sequences without a seed share.
+    """
+
+    def __init__(self, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
+        self._shared = torch.Generator(device).manual_seed(seed)
+
+    @torch.inference_mode()
+    def sample(self, states: Sequence[SamplingState], logits: torch.Tensor) -> list[Sample | SightlineError]:
+        """The next token of each sequence, or what went wrong with that sequence alone.
+
+        Args:
+            logits: float32 [len(states), vocab_size]; not changed.
+
+        States are advanced by the caller (`SamplingState.accept`), grammars too.
+        """
+        try:
+            return self._sample(states, logits)
+        except Exception as exc:
+            if len(states) == 1:
+                return [InternalError(f"sampling failed: {exc!r}")]
+            # Some sequence's options broke the batch: alone, each can only break itself.
+            return [self.sample([state], logits[row : row + 1])[0] for row, state in enumerate(states)]
+
+    def _sample(self, states: Sequence[SamplingState], logits: torch.Tensor) -> list[Sample | SightlineError]:
+        processed = logits.clone()
+        apply_edits(processed, [edit for row, state in enumerate(states) for edit in state.edits(row)])
+        apply_penalties(processed, [p for row, state in enumerate(states) if (p := state.penalty(row)) is not None])
+        errors = _mask_by_grammar(processed, states)
+        best, tokens = processed.max(dim=-1)
+        finite = best.isfinite().tolist()
+        for row, usable in enumerate(finite):
+            if not usable and row not in errors:
+                errors[row] = InternalError("no token has a finite logit")
+        random_rows = [
+            row
+            for row, state in enumerate(states)
+            if row not in errors and state.params.temperature > GREEDY_TEMPERATURE
+        ]
+        if random_rows:
+            tokens[random_rows] = self._draw(processed[random_rows], [states[row] for row in random_rows])
+        logprobs = _raw_logprobs(logits, tokens, [state.params.logprobs for state in states])
+        return [
+            errors[row] if row in errors else Sample(token, logprobs[row]) for row, token in enumerate(tokens.tolist())
+        ]
+
+    def _draw(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+        """One token a row, int64 [rows]; `logits` is overwritten."""
+        params = [state.params for state in states]
+        temperatures = torch.tensor([p.temperature for p in params], device=logits.device)
+        logits.div_(temperatures[:, None])
+        if any(p.min_p > 0 for p in params):
+            keep_likely(logits, torch.tensor([p.min_p for p in params], device=logits.device))
+        keep_top(logits, [p.top_k for p in params], [p.top_p for p in params])
+        noise = torch.empty_like(logits).exponential_(generator=self._shared)
+        for row, state in enumerate(states):
+            if state.generator is not None:
+                noise[row].exponential_(generator=state.generator)
+        return logits.softmax(dim=-1).div_(noise.clamp_min_(_MIN_EXPONENTIAL)).argmax(dim=-1)
+
+
+def keep_likely(logits: torch.Tensor, min_p: torch.Tensor) -> None:
+    """Drop tokens less likely than min_p times the most likely one, in place (arXiv:2407.01082)."""
+    floor = logits.max(dim=-1, keepdim=True).values + min_p.log()[:, None]
+    logits.masked_fill_(logits < floor, _NEGATIVE_INFINITY)
+
+
+def keep_top(logits: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> None:
+    """Keep each row's k most likely tokens, and of these the fewest whose probabilities reach p, in place.
+
+    k of 0 or less and p of 1 keep all. Rows are independent of each other, so batching changes nothing.
+    """
+    vocab_size = logits.shape[1]
+    limits = [min(k, vocab_size) if k > 0 else vocab_size for k in top_k]
+    widest = max(limits)
+    if min(limits) == vocab_size and all(p >= 1 for p in top_p):
+        return
+    values, ids = logits.topk(widest) if widest < vocab_size else logits.sort(dim=-1, descending=True)
+    ranks = torch.arange(widest, device=logits.device)
+    values.masked_fill_(ranks >= torch.tensor(limits, device=logits.device)[:, None], _NEGATIVE_INFINITY)
+    probabilities = values.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    # At p = 1 rounding in the sum must not cut the tail off; the first token is always kept.
+    reach = torch.tensor([p if p < 1 else 2.0 for p in top_p], device=logits.device)
+    values.masked_fill_((before >= reach[:, None]) & (ranks > 0), _NEGATIVE_INFINITY)
+    logits.fill_(_NEGATIVE_INFINITY).scatter_(1, ids, values)
+
+
+def _mask_by_grammar(logits: torch.Tensor, states: Sequence[SamplingState]) -> dict[int, SightlineError]:
+    """Apply the grammars' masks, in place; errors by row of grammars that failed."""
+    errors: dict[int, SightlineError] = {}
+    constrained = [row for row, state in enumerate(states) if state.grammar is not None]
+    if not constrained:
+        return errors
+    masks = new_masks(len(constrained), logits.shape[1])
+    for position, row in enumerate(constrained):
+        grammar = states[row].grammar
+        assert grammar is not None
+        try:
+            grammar.fill_mask(masks, position)
+        except SightlineError as error:
+            errors[row] = error
+        except Exception as exc:  # whatever one grammar does, the other sequences go on
+            errors[row] = InternalError(f"a grammar failed: {exc!r}")
+    apply_masks(logits, constrained, masks)
+    return errors
+
+
+def _raw_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None]
+) -> dict[int, RawLogprobs | None]:
+    """Log-probabilities of the rows that want any; None for the others."""
+    rows = [row for row, count in enumerate(wanted) if count is not None]
+    found: dict[int, RawLogprobs | None] = dict.fromkeys(range(len(wanted)))
+    if not rows:
+        return found
+    logprobs = logits[rows].log_softmax(dim=-1)
+    chosen = logprobs.gather(1, tokens[rows][:, None])[:, 0].tolist()
+    most = min(max(count for count in wanted if count is not None), logits.shape[1])
+    top_values, top_ids = (tensor.tolist() for tensor in logprobs.topk(most))
+    for position, row in enumerate(rows):
+        count = wanted[row] or 0
+        top = tuple(zip(top_ids[position][:count], top_values[position][:count], strict=True))
+        found[row] = RawLogprobs(chosen[position], top)
+    return found
+
+
+def _choice_seed(seed: int, choice: int) -> int:
+    """Seed of one of n choices: 63 bits that differ for every (seed, choice)."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,50 @@
+"""Puts the stage together from a model folder. The only place here that chooses implementations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deployments.ports import ObjectStore
+from deployments.preprocessor.config import FetchConfig, PreprocessorConfig
+from deployments.preprocessor.families.registry import load_family
+from deployments.preprocessor.fetch import MediaFetcher, Resolver, resolve
+from deployments.preprocessor.picture import PictureProcessor
+from deployments.preprocessor.preprocess import PreprocessorCore
+from deployments.preprocessor.prompt import PromptBuilder
+from deployments.preprocessor.sources import MediaSources
+from deployments.preprocessor.url_guard import FetchRules
+from deployments.preprocessor.workers import DecodeWorkers, ThreadWorkers
+
+
+def build_preprocessor(
+    config: PreprocessorConfig, folder: Path, store: ObjectStore, *, resolver: Resolver = resolve
+) -> PreprocessorCore:
+    """A ready core for the model in `folder`. Call it inside the event loop that will use it.
+
+    Raises:
+        CheckpointError: The folder's family, tokenizer or template cannot be used.
+    """
+    family = load_family(folder)
+    processor = PictureProcessor(config, family)
+    rules = fetch_rules(config.fetch)
+    return PreprocessorCore(
+        config,
+        family=family,
+        prompts=PromptBuilder.from_folder(folder, family),
+        processor=processor,
+        workers=_workers(config, processor),
+        sources=MediaSources(rules, MediaFetcher(config.fetch, rules, resolver=resolver), config.source_cache_bytes),
+        store=store,
+    )
+
+
+def fetch_rules(config: FetchConfig) -> FetchRules:
+    return FetchRules(
+        allowed=config.allowed_media_domains,
+        denied=config.denied_media_domains,
+        internal=config.internal_media_hosts,
+    )
+
+
+def _workers(config: PreprocessorConfig, processor: PictureProcessor) -> DecodeWorkers:
+    return ThreadWorkers(processor, config.decode_threads)

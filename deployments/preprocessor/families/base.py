@@ -1,0 +1,77 @@
+"""What a model family decides about pixels and placeholders. One function gives sizes to everyone who asks.
+
+picture w x h ──layout──▶ Layout: resized size, grid, patches, slots     (admission, prompt expansion, budgets)
+resized pixels ──patchify──▶ uint8 patches, exactly layout.num_patches rows                           (encoder)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from deployments.messages import Modality
+from deployments.preprocessor.resize import PixelLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What becomes of one picture or video."""
+
+    resized_height: int
+    resized_width: int
+    grid: tuple[int, int, int]
+    """Patches along time, height and width, before spatial merging."""
+    num_slots: int
+    """Placeholder tokens = rows of encoder output."""
+
+    @property
+    def num_patches(self) -> int:
+        time, height, width = self.grid
+        return time * height * width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchGeometry:
+    """How a family cuts pictures, as its checkpoint says."""
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    image_mean: tuple[float, ...]
+    image_std: tuple[float, ...]
+    rescale_factor: float = 1 / 255
+
+    @property
+    def cell(self) -> int:
+        """Side in pixels of the square that becomes one slot."""
+        return self.patch_size * self.merge_size
+
+
+class Family(Protocol):
+    """A model family's view of media. Stateless apart from what the checkpoint's configuration says."""
+
+    @property
+    def revision(self) -> str:
+        """Changes whenever layout or patches change for the same picture; part of every cache key."""
+
+    @property
+    def geometry(self) -> PatchGeometry: ...
+
+    @property
+    def limits(self) -> PixelLimits:
+        """The checkpoint's bounds on the resized area."""
+
+    def placeholder_id(self, modality: Modality) -> int:
+        """Token that stands for one slot of this modality."""
+
+    def layout(self, width: int, height: int, limits: PixelLimits, num_frames: int = 1) -> Layout:
+        """Size after resizing, grid and slots. Raises MediaError for shapes the family cannot take."""
+
+    def patchify(self, frames: np.ndarray) -> np.ndarray:
+        """Resized frames, uint8 [T, H, W, 3], as uint8 patches in the encoder's order.
+
+        Picture (T = 1): [num_patches, 3 * patch * patch], the temporal copy left out.
+        Video: [num_patches, 3 * temporal_patch * patch * patch]; T is padded with the last frame.
+        """

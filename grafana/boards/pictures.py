@@ -1,0 +1,199 @@
+"""What happens to pictures and videos: preparation, caches, the vision encoder, and the budgets that say no."""
+
+from __future__ import annotations
+
+from grafana.model import Dashboard, Panel, Query, Row
+from grafana.queries import DEPLOYMENT, REPLICA, part_or_zero, quantile, rate, ratio, series, total, total_rate
+
+_LOOKUPS = total(rate("cache_lookups_total"), "tier")
+_HITS = total(rate("cache_lookups_total", 'result="hit"'), "tier")
+_PASSES = total(rate("encoder_invocations_total"), "modality")
+_GRAPH_PASSES = total(rate("encoder_invocations_total", 'path="graph"'), "modality")
+_PADDED = total(rate("encoder_padded_tokens_total"), "modality")
+_USEFUL = total(rate("encoder_tokens_total"), "modality")
+
+_MEDIA = Row(
+    title="Items",
+    panels=(
+        Panel(
+            title="Items prepared",
+            unit="ops",
+            stacked=True,
+            description="By outcome. Failures are the clients' pictures or their hosts; the log line names the field.",
+            queries=(Query(expr=total_rate("media_total", "modality", "outcome"), legend="{{modality}} {{outcome}}"),),
+        ),
+        Panel(
+            title="Items encoded",
+            unit="ops",
+            stacked=True,
+            description="What no cache had. Close to the items prepared: pictures do not repeat, or caches are too small.",
+            queries=(Query(expr=total_rate("encoder_items_total", "modality"), legend="{{modality}}"),),
+        ),
+        Panel(
+            title="Denials by budget and outcome",
+            unit="ops",
+            runbook="Rejections",
+            description="deferred: waits for a later step, normal under load; steadily high for one budget means that "
+            "this one limits throughput. rejected: can never fit or no room, the client got an error.",
+            queries=(
+                Query(
+                    expr=total_rate("budget_rejections_total", "budget", "outcome"),
+                    legend="{{budget}} {{outcome}}",
+                ),
+            ),
+        ),
+    ),
+)
+
+_CACHES = Row(
+    title="Caches",
+    panels=(
+        Panel(
+            title="Look-ups by tier and result",
+            unit="ops",
+            description="A look-up that misses one tier asks the next, so tiers add up to more than items.",
+            queries=(Query(expr=total_rate("cache_lookups_total", "tier", "result"), legend="{{tier}} {{result}}"),),
+        ),
+        Panel(
+            title="Hit ratio by tier",
+            unit="percentunit",
+            max_value=1,
+            description="A drop after a release: keys changed, it recovers as caches fill. A slow decline with rising "
+            "evictions: the tier is too small.",
+            queries=(Query(expr=ratio(part_or_zero(_HITS, _LOOKUPS), _LOOKUPS), legend="{{tier}}"),),
+        ),
+        Panel(
+            title="Errors and corrupt entries",
+            unit="ops",
+            thresholds=((0.001, "red"),),
+            runbook="Corrupt cache entries",
+            description="Must be 0. An error is a tier that does not answer; a corrupt entry failed its checksum and "
+            "was deleted. Requests go on as misses.",
+            queries=(
+                Query(
+                    expr=total_rate("cache_lookups_total", "tier", "result", where=('result=~"error|corrupt"',)),
+                    legend="{{tier}} {{result}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Bytes held by tier",
+            unit="bytes",
+            stacked=True,
+            description="At its limit and evicting is how a cache works; growing without end is not.",
+            queries=(Query(expr=total(series("cache_bytes"), "tier"), legend="{{tier}}"),),
+        ),
+        Panel(
+            title="Evictions by tier",
+            unit="ops",
+            description="Together with a falling hit ratio: give the tier more bytes.",
+            queries=(Query(expr=total_rate("cache_evictions_total", "tier"), legend="{{tier}}"),),
+        ),
+        Panel(
+            title="Transfers by tier and direction",
+            unit="Bps",
+            description="Reads from redis replace encoding; if they approach the network's limit, keep less there.",
+            queries=(
+                Query(
+                    expr=total_rate("cache_transfer_bytes_total", "tier", "direction"), legend="{{tier}} {{direction}}"
+                ),
+            ),
+        ),
+        Panel(
+            title="Replicas that skip a tier",
+            thresholds=((1, "red"),),
+            runbook="Cache tier skipped",
+            description="Circuit breakers that are open. All replicas: the tier is down. One: its node's network.",
+            queries=(Query(expr=total(series("cache_breaker_open"), "tier"), legend="{{tier}}"),),
+        ),
+        Panel(
+            title="Single-flight joins",
+            unit="ops",
+            description="Callers that waited for another one's result: encodes saved when the same picture comes at "
+            "once, in a replica or across them.",
+            queries=(Query(expr=total_rate("single_flight_joins_total", "scope"), legend="{{scope}}"),),
+        ),
+    ),
+)
+
+_ENCODER = Row(
+    title="Vision encoder",
+    panels=(
+        Panel(
+            title="Passes by path",
+            unit="ops",
+            stacked=True,
+            description="graph: replayed. static: padded buffers without capture (CPU). eager: neither.",
+            queries=(
+                Query(expr=total_rate("encoder_invocations_total", "modality", "path"), legend="{{modality}} {{path}}"),
+            ),
+        ),
+        Panel(
+            title="Graph hit rate",
+            unit="percentunit",
+            max_value=1,
+            runbook="Encoder falls back to eager",
+            description="Share of passes that replayed a graph. Low on a GPU: see the fallbacks' reasons. 0 on CPU.",
+            queries=(Query(expr=ratio(part_or_zero(_GRAPH_PASSES, _PASSES), _PASSES), legend="{{modality}}"),),
+        ),
+        Panel(
+            title="Eager fallbacks by reason",
+            unit="ops",
+            runbook="Encoder falls back to eager",
+            description="slots, patches, items, segments, frames: larger than the largest graph, extend the ladder. "
+            "cheaper: meant. replay_failed: a fault.",
+            queries=(Query(expr=total_rate("encoder_eager_fallbacks_total", "reason"), legend="{{reason}}"),),
+        ),
+        Panel(
+            title="Replays by budget",
+            unit="ops",
+            stacked=True,
+            description="Budgets that are never replayed cost memory for nothing; take them out of the ladder.",
+            queries=(Query(expr=total_rate("encoder_graph_replays_total", "budget"), legend="{{budget}} slots"),),
+        ),
+        Panel(
+            title="Padding waste",
+            unit="percentunit",
+            max_value=1,
+            thresholds=((0.3, "yellow"),),
+            description="Share of computed slots that belong to nobody. Above 30%: put budgets between the used ones.",
+            queries=(
+                Query(
+                    expr=ratio(part_or_zero(_PADDED, _USEFUL), f"{part_or_zero(_PADDED, _USEFUL)} + {_USEFUL}"),
+                    legend="{{modality}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Items per pass",
+            description="1 under load: the batch wait is too short or items are too large to be packed.",
+            queries=tuple(Query(expr=quantile(q, "encoder_batch_items"), legend=f"p{q * 100:g}") for q in (0.5, 0.95)),
+        ),
+        Panel(
+            title="Seconds per pass",
+            unit="s",
+            description="Upload to result. Rising with the same sizes: the GPU is shared, throttled, or graphs are off.",
+            queries=(
+                Query(
+                    expr=ratio(total(rate("encoder_batch_seconds_total"), "modality"), _PASSES), legend="{{modality}}"
+                ),
+            ),
+        ),
+        Panel(
+            title="Failed passes",
+            unit="ops",
+            thresholds=((0.001, "red"),),
+            runbook="Encoder failures",
+            description="out_of_memory: lower the encoder's memory budget. error: the log has the cause.",
+            queries=(Query(expr=total_rate("encoder_batch_failures_total", "kind"), legend="{{kind}}"),),
+        ),
+    ),
+)
+
+DASHBOARD = Dashboard(
+    uid="sightline-pictures",
+    title="Sightline / Pictures",
+    description="Preparation, cache tiers and vision encoder.",
+    rows=(_MEDIA, _CACHES, _ENCODER),
+    variables=(DEPLOYMENT, REPLICA),
+)
