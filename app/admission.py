@@ -53,8 +53,10 @@ class AdmissionConfig:
 class AdmissionStats:
     running: int = 0
     queued: int = 0
+    refused_rate: int = 0
+    """A tenant sent more than its rate."""
     refused_tenant: int = 0
-    """A tenant's own rate, concurrency or share of the queue was used up."""
+    """A tenant had its number at work already, or its share of the queue."""
     refused_full: int = 0
     refused_waited: int = 0
 
@@ -108,11 +110,12 @@ class Admission:
         denial = self._limiter.admit(tenant)
         if denial.admitted:
             return
-        self.stats.refused_tenant += 1
         if denial.denied is Denial.RATE:
+            self.stats.refused_rate += 1
             raise RateLimitError(
                 f"Too many requests: this key may send {denial.limit:g} a minute.", retry_after_s=denial.retry_after_s
             )
+        self.stats.refused_tenant += 1
         raise RateLimitError(
             f"Too many requests at once: this key may have {denial.limit:g} in flight.",
             code="concurrency_limit_exceeded",

@@ -275,10 +275,17 @@ def _as_row(entry: Entry) -> dict[str, object]:
         "dtype": header.dtype,
         "shape": list(header.shape),
         "grid": list(header.grid),
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(header.created_s)),
+        "created": _date(header.created_s),
         "namespace": _hex(header.namespace_label),
         "model": _hex(header.model_label),
     }
+
+
+def _date(unix_s: int) -> str:
+    try:
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(unix_s))
+    except (ValueError, OverflowError, OSError):  # headers are shown unverified
+        return f"impossible: {unix_s}"
 
 
 def _hex(raw: bytes) -> str:

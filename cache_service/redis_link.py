@@ -58,14 +58,15 @@ class LinkStats:
 
 class RedisLink(Generic[ClientT]):
     """Args:
-    client: The library's client; connects on use.
+    connect: Makes the library's client, which opens connections on use. Called again after the server was lost, since a
+        client may have forgotten where else to look for it.
     probe: One round trip on a connection of its own.
     disconnect: Closes all connections.
     """
 
     def __init__(
         self,
-        client: ClientT,
+        connect: Callable[[], ClientT],
         *,
         probe: Callable[[ClientT], Awaitable[object]],
         disconnect: Callable[[ClientT], Awaitable[object]],
@@ -76,7 +77,8 @@ class RedisLink(Generic[ClientT]):
         name: str = "redis",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client = client
+        self._connect = connect
+        self._client = connect()
         self._probe_once = probe
         self._disconnect = disconnect
         self._errors = errors
@@ -142,11 +144,7 @@ class RedisLink(Generic[ClientT]):
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.wait({self._probe})
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                await self._disconnect(self._client)
-        except self._errors.failures as error:
-            self._log(error)
+        await self._drop(self._client)
 
     async def _await_first_probe(self, timeout_s: float) -> None:
         """With the breaker open: start a probe if one is due, and fail. Only the very first calls of a process wait for
@@ -165,6 +163,9 @@ class RedisLink(Generic[ClientT]):
             self._probe = asyncio.ensure_future(self._run_probe())
 
     async def _run_probe(self) -> bool:
+        if self._probed:
+            lost, self._client = self._client, self._connect()
+            await self._drop(lost)
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 # At the same time, so that each takes a connection of its own.
@@ -181,6 +182,13 @@ class RedisLink(Generic[ClientT]):
             self._reported_down = False
             logger.warning("cache tier %s: server answers again", self._name)
         return True
+
+    async def _drop(self, client: ClientT) -> None:
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                await self._disconnect(client)
+        except self._errors.failures as error:
+            self._log(error)
 
     async def _ping(self) -> None:
         await self._probe_once(self._client)

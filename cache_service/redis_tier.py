@@ -27,6 +27,7 @@ from cache_service.circuit_breaker import BreakerStats, CircuitBreaker
 from cache_service.identity import SCHEMA_VERSION
 from cache_service.redis_config import RedisTierConfig
 from cache_service.redis_layout import (
+    MANIFEST_BYTES,
     KeyLayout,
     Manifest,
     ManifestError,
@@ -43,7 +44,8 @@ from cache_service.write_behind import Write, WriteBehind, WriteBehindStats
 Client = Redis | RedisCluster
 
 ERRORS = LinkErrors(
-    failures=(redis.exceptions.RedisError, OSError, asyncio.TimeoutError),
+    # A cluster's client has errors of its own, outside the library's tree.
+    failures=(redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError, asyncio.TimeoutError),
     replies=(redis.exceptions.ResponseError,),
 )
 
@@ -287,10 +289,10 @@ class RedisTier:
 
     async def _parts_of(self, client: Client, key: bytes) -> list[bytes]:
         """Names of the parts of the split value that is there now, so that replacing it leaves none behind."""
-        head: Any = await client.getrange(self.layout.value(key), 0, 63)
         try:
+            head: Any = await client.getrange(self.layout.value(key), 0, MANIFEST_BYTES - 1)
             manifest = parse_manifest(head, max_bytes=self._config.max_bytes)
-        except ManifestError:
+        except (ManifestError, redis.exceptions.ResponseError):  # none, or somebody else's list or hash
             return []
         return [self.layout.part(key, manifest.write_id, number) for number in range(1, manifest.parts)]
 
@@ -349,7 +351,7 @@ def open_link(
         clock=clock,
     )
     return RedisLink(
-        open_client(config),
+        lambda: open_client(config),
         probe=_probe,
         disconnect=_disconnect,
         errors=ERRORS,
@@ -401,9 +403,20 @@ def open_client(config: RedisTierConfig) -> Client:
         return guards.master_for(target.service, db=target.db)
     if target.topology is Topology.CLUSTER:
         nodes = [ClusterNode(host, port) for host, port in target.hosts]
-        return RedisCluster(startup_nodes=nodes, require_full_coverage=False, **credentials, **common)
+        return _Cluster(startup_nodes=nodes, require_full_coverage=False, **credentials, **common)
     host, port = target.hosts[0]
     return Redis(host=host, port=port, db=target.db, **credentials, **common)
+
+
+class _Cluster(RedisCluster):
+    """Closes all its nodes: the library leaves connections open where one node fails while it is being closed."""
+
+    async def aclose(self) -> None:
+        nodes = [*self.nodes_manager.startup_nodes.values(), *self.nodes_manager.nodes_cache.values()]
+        try:
+            await super().aclose()
+        finally:
+            await asyncio.gather(*(node.disconnect() for node in nodes), return_exceptions=True)
 
 
 async def _probe(client: Client) -> object:

@@ -67,12 +67,15 @@ def read_json(folder: Path, name: str, default: dict[str, Any] | None = None) ->
 
 
 def weights_revision(folder: Path, load_format: str = "auto") -> str:
-    """Digest that changes when the weights do: of config, index, and each weight file's name, size and header.
+    """Digest that changes when the weights do: of config, index, and each weight file's name, size and time.
 
     The header of a safetensors file holds names, shapes and offsets but no values, so the file's modification time in
-    nanoseconds enters too. Hub snapshots are links named by content, whose target name enters instead.
+    nanoseconds enters too. A hub snapshot's folder bears the commit's id, which says it all.
     """
     hasher = blake3()
+    if folder.parent.name == "snapshots":
+        hasher.update(f"{load_format}:{folder.name}".encode())
+        return hasher.hexdigest()
     hasher.update(load_format.encode())
     hasher.update((folder / "config.json").read_bytes())
     index = folder / INDEX_NAME
@@ -80,8 +83,7 @@ def weights_revision(folder: Path, load_format: str = "auto") -> str:
         hasher.update(index.read_bytes())
     for path in weight_files(folder):
         stat = path.stat()
-        stamp = path.resolve().name if path.is_symlink() else str(stat.st_mtime_ns)
-        hasher.update(f"{path.name}:{stat.st_size}:{stamp};".encode())
+        hasher.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns};".encode())
     return hasher.hexdigest()
 
 

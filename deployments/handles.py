@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
@@ -90,6 +91,21 @@ class RayObjectStore:
     async def get(self, ref: Ref) -> Any:
         with translated("object store get"):
             return await ref
+
+
+class LocalObjectStore(RayObjectStore):
+    """For two stages in one process: what is put stays here as it is; refs from other processes still resolve."""
+
+    def put(self, value: Any) -> Ref:
+        return _LocalRef(value)
+
+    async def get(self, ref: Ref) -> Any:
+        return ref.value if isinstance(ref, _LocalRef) else await super().get(ref)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LocalRef:
+    value: Any
 
 
 class PreprocessorHandle:

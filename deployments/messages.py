@@ -186,6 +186,8 @@ class EncodeRequest:
     items: tuple[MediaItem, ...]
     namespace: str = ""
     deadline_s: float | None = None
+    refresh: bool = False
+    """A ref that was handed out for these items could not be read: don't hand out the same one again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 Kind = Literal["timeseries", "stat", "heatmap", "table", "text"]
 Color = Literal["green", "yellow", "orange", "red", "blue"]
+Thresholds = tuple[tuple[float, Color], ...]
+"""(from this value on, this color), ascending; below the first one green."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,7 @@ class Panel:
     """Of 24 columns."""
     height: int = 8
     """In Grafana's grid rows of 30 pixels."""
-    thresholds: tuple[tuple[float, Color], ...] = ()
-    """From this value on this color; below the first one green."""
+    thresholds: Thresholds = ()
     stacked: bool = False
     max_value: float | None = None
     runbook: str | None = None

@@ -1,7 +1,7 @@
 """PromQL for Sightline's families, in the few forms that the dashboards need.
 
 Two rules hold everywhere. A count that nothing has raised yet reads 0 while any replica is scraped, and is absent when
-none is, so that "nothing happened" and "nobody looks" differ. A ratio without traffic is absent, since 0 would be a lie.
+none is, so that "nothing happened" and "nobody looks" differ. A ratio without traffic is absent: 0 would be a lie.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cache_service.identity import EmbeddingIdentity
 from deployments.errors import (
@@ -80,6 +80,8 @@ class AsyncEngine:
         )
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, RequestStream] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
+        """Callers that wait for the engine's thread."""
         self._compilers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
         self._thread = threading.Thread(target=self._run, name="lm-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -100,7 +102,7 @@ class AsyncEngine:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
         await self._encode_client.close()
-        self._end_streams(NotReadyError("the server is shutting down"))
+        self._end_waiting(NotReadyError("the server is shutting down"))
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
     def check_health(self) -> None:
@@ -130,7 +132,7 @@ class AsyncEngine:
             raise
         self._loop.call_later(self._open_timeout_s, self._drop_unopened, request_id, self._streams[request_id])
 
-    async def stream(self, request_id: str) -> AsyncIterator[DeltaBatch]:
+    async def stream(self, request_id: str) -> AsyncGenerator[DeltaBatch, None]:
         """See ports.LMEngine; errors of a sequence are in its last delta."""
         stream = self._streams.get(request_id)
         if stream is None or stream.is_open:
@@ -195,7 +197,7 @@ class AsyncEngine:
         except Exception as exc:
             _LOG.exception("the engine's thread ends")
             error = exc if isinstance(exc, SightlineError) else InternalError(f"the engine has ended: {exc!r}")
-            self._on_loop(lambda: self._end_streams(error))
+            self._on_loop(lambda: self._end_waiting(error))
 
     def _run_steps(self) -> None:
         idle, faults_in_a_row = True, 0
@@ -254,8 +256,11 @@ class AsyncEngine:
 
     async def _call(self, function: Callable[[], _T]) -> _T:
         """Result of a function of the engine's thread, run between two steps."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[_T] = loop.create_future()
+        if not self._thread.is_alive():
+            raise NotReadyError("the engine is not running")
+        future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
 
         def run() -> None:
             try:
@@ -295,7 +300,10 @@ class AsyncEngine:
         if not stream.is_open:
             self._drop(request_id, stream)
 
-    def _end_streams(self, error: SightlineError) -> None:
+    def _end_waiting(self, error: SightlineError) -> None:
+        """The engine answers no more: nobody shall wait for it."""
+        for future in tuple(self._calls):
+            _set_exception(future, error)
         for stream in self._streams.values():
             stream.end(SequenceDelta(finish_reason="error", error=error))
 

@@ -91,9 +91,10 @@ class SdpaBackend:
 
     def _decode(self, group: list[tuple[int, int, np.ndarray]]) -> _Decode:
         rows, lengths, tables = zip(*group, strict=True)
-        width = max(table.size for table in tables)
-        # Past its end a sequence reads its own first block again: finite, and masked.
-        padded = np.stack([np.pad(table, (0, width - table.size), constant_values=table[0]) for table in tables])
+        padded = np.empty((len(tables), max(table.size for table in tables)), np.int64)
+        for row, table in enumerate(tables):
+            padded[row, : table.size] = table
+            padded[row, table.size :] = table[0]  # read again past the sequence's end: finite, and masked
         return _Decode(*(self._to_device(np.asarray(array, np.int64)) for array in (rows, lengths, padded)))
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:

@@ -43,6 +43,8 @@ class SchedulerConfig:
     """Tokens of one step, over all sequences."""
     max_num_seqs: int
     """Sequences that may run at once, those waiting for an embedding included."""
+    max_prefill_tokens_while_decoding: int = 0
+    """Prefill tokens of a step that also decodes; 0 means no limit of its own."""
     max_model_len: int
     """Longest prompt plus output, in tokens."""
     block_size: int
@@ -77,6 +79,7 @@ class SchedulerConfig:
             _at_least(getattr(self, name), 0, name)
         for name in ("priority_aging_s", "max_queued_requests", "max_queue_s", "request_timeout_s"):
             _at_least(getattr(self, name), 0, name)
+        _at_least(self.max_prefill_tokens_while_decoding, 0, "max_prefill_tokens_while_decoding")
 
     @property
     def watermark_blocks(self) -> int:
@@ -105,6 +108,8 @@ class EngineConfig:
     """Tokens of one step, over all sequences."""
     max_num_seqs: int = 256
     """Sequences that may run at once."""
+    max_prefill_tokens_while_decoding: int = 0
+    """Prefill tokens of a step that also decodes, which bounds the pause between streamed tokens; 0 is no limit."""
     block_size: int = 16
     """Token positions of one KV block."""
     num_gpu_blocks_override: int | None = None
@@ -150,6 +155,7 @@ class EngineConfig:
             _at_least(getattr(self, name), 0, name)
         for name in ("priority_aging_s", "max_queued_requests", "max_queue_s", "request_timeout_s"):
             _at_least(getattr(self, name), 0, name)
+        _at_least(self.max_prefill_tokens_while_decoding, 0, "max_prefill_tokens_while_decoding")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1; it is {self.gpu_memory_utilization}"
@@ -195,6 +201,7 @@ class EngineConfig:
         return SchedulerConfig(
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
+            max_prefill_tokens_while_decoding=self.max_prefill_tokens_while_decoding,
             max_model_len=max_model_len,
             block_size=self.block_size,
             num_blocks=limits.num_blocks,

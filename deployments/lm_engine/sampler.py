@@ -159,7 +159,9 @@ class Sampler:
         if any(p.min_p > 0 for p in params):
             keep_likely(logits, torch.tensor([p.min_p for p in params], device=logits.device))
         keep_top(logits, [p.top_k for p in params], [p.top_p for p in params])
-        noise = torch.empty_like(logits).exponential_(generator=self._shared)
+        noise = torch.empty_like(logits)
+        if any(state.generator is None for state in states):
+            noise.exponential_(generator=self._shared)
         for row, state in enumerate(states):
             if state.generator is not None:
                 noise[row].exponential_(generator=state.generator)

@@ -189,7 +189,7 @@ class Scheduler:
             preempted=tuple(step.preempted),
         )
         self._steps += 1
-        self._scheduled_tokens += self.config.max_num_batched_tokens - step.tokens_left
+        self._scheduled_tokens += sum(step.scheduled.values())
         self._watch_progress(plan, now)
         return plan
 
@@ -321,7 +321,11 @@ class Scheduler:
         first, self._goes_first = self._goes_first, None
         if first is not None and first.status is _RUNNING:
             self._schedule_prefill(first, step)
-        for sequence in self._schedule_decodes(step):
+        others = self._schedule_decodes(step)
+        prefill_limit = self.config.max_prefill_tokens_while_decoding
+        if prefill_limit and step.scheduled:
+            step.tokens_left = min(step.tokens_left, prefill_limit)
+        for sequence in others:
             if sequence.status is _RUNNING and sequence is not first:
                 self._schedule_prefill(sequence, step)
         if step.preempted:

@@ -8,8 +8,9 @@ from deployments.ports import ObjectStore
 from deployments.preprocessor.config import FetchConfig, PreprocessorConfig
 from deployments.preprocessor.families.registry import load_family
 from deployments.preprocessor.fetch import MediaFetcher, Resolver, resolve
-from deployments.preprocessor.picture import PictureProcessor
+from deployments.preprocessor.mm_options import server_pixel_limits
 from deployments.preprocessor.preprocess import PreprocessorCore
+from deployments.preprocessor.processor import MediaProcessor
 from deployments.preprocessor.prompt import PromptBuilder
 from deployments.preprocessor.sources import MediaSources
 from deployments.preprocessor.url_guard import FetchRules
@@ -25,7 +26,7 @@ def build_preprocessor(
         CheckpointError: The folder's family, tokenizer or template cannot be used.
     """
     family = load_family(folder)
-    processor = PictureProcessor(config, family)
+    processor = MediaProcessor(config, family)
     rules = fetch_rules(config.fetch)
     return PreprocessorCore(
         config,
@@ -38,6 +39,14 @@ def build_preprocessor(
     )
 
 
+def worst_case_item(config: PreprocessorConfig, folder: Path) -> tuple[int, int]:
+    """(slots, patches) of the largest picture that the preprocessor of this model lets through."""
+    family = load_family(folder)
+    geometry = family.geometry
+    slots = server_pixel_limits(config.mm_processor_kwargs, family.limits).max_pixels // geometry.cell**2
+    return slots, slots * geometry.merge_size**2
+
+
 def fetch_rules(config: FetchConfig) -> FetchRules:
     return FetchRules(
         allowed=config.allowed_media_domains,
@@ -46,5 +55,5 @@ def fetch_rules(config: FetchConfig) -> FetchRules:
     )
 
 
-def _workers(config: PreprocessorConfig, processor: PictureProcessor) -> DecodeWorkers:
+def _workers(config: PreprocessorConfig, processor: MediaProcessor) -> DecodeWorkers:
     return ThreadWorkers(processor, config.decode_threads)

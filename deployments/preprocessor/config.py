@@ -75,7 +75,7 @@ class PreprocessorConfig:
     """Largest encoded video."""
     max_video_frames: int = 64
     """Frames taken from one video; longer videos are sampled evenly over their whole length."""
-    max_video_seconds: float = 3600.0
+    max_video_seconds: float = 600.0
     """Longest video that is opened."""
     video_fps: float = 2.0
     """Frames taken per second of video, unless the request's `mm_processor_kwargs` name `fps`."""

@@ -6,81 +6,63 @@ bytes ──decode──▶ RGB ──digest──▶ content       RGB ──re
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from cache_service.identity import ContentDigest, EffectiveProcessing, content_digest
-from deployments.preprocessor.config import PreprocessorConfig
+from cache_service.identity import content_digest
+from deployments.errors import MediaError
 from deployments.preprocessor.decode import DecodedImage, ImageDecoder
 from deployments.preprocessor.families.base import Family, Layout
-from deployments.preprocessor.resize import PixelLimits, make_resizer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessedPicture:
-    content: ContentDigest
-    size: tuple[int, int]
-    """(width, height) as decoded."""
-    layout: Layout
-    patches: np.ndarray
-    """uint8 [layout.num_patches, ...], as the family orders them."""
-    decode_s: float
-    preprocess_s: float
+from deployments.preprocessor.media import EncodedMedia, Inspection, MediaOptions, ProcessedMedia
+from deployments.preprocessor.resize import Resizer
 
 
 class PictureProcessor:
     """Holds no state between calls; safe to share among threads."""
 
-    def __init__(self, config: PreprocessorConfig, family: Family) -> None:
-        self._decoder = ImageDecoder(max_pixels=config.max_image_pixels, background=config.background)
-        self._resizer = make_resizer(config.resample)
-        self.family = family
+    def __init__(self, family: Family, decoder: ImageDecoder, resizer: Resizer) -> None:
+        self._family = family
+        self._decoder = decoder
+        self._resizer = resizer
 
-    @property
-    def decode_settings(self) -> str:
-        return self._decoder.settings
+    def inspect(self, data: EncodedMedia, options: MediaOptions) -> Inspection:
+        """The size from the header. Raises MediaError."""
+        return Inspection(size=self._decoder.probe(_one_file(data)))
 
-    def probe(self, data: bytes) -> tuple[int, int]:
-        """(width, height) from the header. Raises MediaError."""
-        return self._decoder.probe(data)
+    def layout(self, inspection: Inspection, options: MediaOptions) -> Layout:
+        """Raises MediaError for shapes that the family cannot take."""
+        return self._family.layout(*inspection.size, options.image_limits)
 
-    def process(self, data: bytes, limits: PixelLimits) -> ProcessedPicture:
+    def process(self, data: EncodedMedia, inspection: Inspection, options: MediaOptions) -> ProcessedMedia:
         """Everything about a picture seen for the first time. Raises MediaError."""
         start = time.perf_counter()
-        image = self._decoder.decode(data)
+        image = self._decoder.decode(_one_file(data))
         decoded = time.perf_counter()
         content = content_digest(image.mode, image.size, image.pixels.data.cast("B"))
-        layout = self.family.layout(*image.size, limits)
+        found = Inspection(size=image.size)
+        layout = self.layout(found, options)
         patches = self._patches(image, layout.resized_height, layout.resized_width)
-        return ProcessedPicture(
+        return ProcessedMedia(
             content=content,
-            size=image.size,
+            inspection=found,
             layout=layout,
             patches=patches,
             decode_s=decoded - start,
             preprocess_s=time.perf_counter() - decoded,
         )
 
-    def remake(self, data: bytes, height: int, width: int) -> np.ndarray:
-        """Patches of a picture whose resized size is known. Raises MediaError."""
-        return self._patches(self._decoder.decode(data), height, width)
+    def remake(self, data: EncodedMedia, processing: Mapping[str, Any]) -> np.ndarray:
+        """Patches of a picture whose effective processing is known. Raises MediaError."""
+        image = self._decoder.decode(_one_file(data))
+        return self._patches(image, processing["resized_height"], processing["resized_width"])
 
     def _patches(self, image: DecodedImage, height: int, width: int) -> np.ndarray:
-        return self.family.patchify(self._resizer(image.pixels, height, width)[None])
+        return self._family.patchify(self._resizer(image.pixels, height, width)[None], "image")
 
-    def effective(self, layout: Layout) -> EffectiveProcessing:
-        """What enters the item's identity."""
-        g = self.family.geometry
-        return EffectiveProcessing(
-            resized_height=layout.resized_height,
-            resized_width=layout.resized_width,
-            patch_size=g.patch_size,
-            merge_size=g.merge_size,
-            temporal_patch_size=g.temporal_patch_size,
-            resample=self._resizer.name,
-            image_mean=g.image_mean,
-            image_std=g.image_std,
-            rescale_factor=g.rescale_factor,
-            processor_revision=self.family.revision,
-        )
+
+def _one_file(data: EncodedMedia) -> bytes:
+    if isinstance(data, bytes):
+        return data
+    raise MediaError("a picture is one file", code="invalid_image")

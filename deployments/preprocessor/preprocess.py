@@ -32,47 +32,51 @@ from deployments.errors import (
     PayloadLostError,
     SightlineError,
 )
-from deployments.messages import MediaInput, MediaItem, PreparedPrompt, PrepareRequest, Ref
+from deployments.messages import MediaInput, MediaItem, Modality, PreparedPrompt, PrepareRequest, Ref
 from deployments.ports import ObjectStore
 from deployments.preprocessor.config import PreprocessorConfig
 from deployments.preprocessor.families.base import Family, Layout
 from deployments.preprocessor.gather import gather_distinct
-from deployments.preprocessor.mm_options import apply_detail, parse_pixel_limits, server_pixel_limits
-from deployments.preprocessor.picture import PictureProcessor, ProcessedPicture
+from deployments.preprocessor.media import EncodedMedia, Inspection, MediaOptions, ProcessedMedia
+from deployments.preprocessor.mm_options import apply_detail, parse_media_options, server_pixel_limits
+from deployments.preprocessor.processor import MediaProcessor
 from deployments.preprocessor.prompt import PromptBuilder
-from deployments.preprocessor.resize import PixelLimits
 from deployments.preprocessor.sources import MediaSources
 from deployments.preprocessor.workers import DecodeWorkers
 
 T = TypeVar("T")
 
 _ALIAS_ENTRY_BYTES = 400
+_FRAME_ENTRY_BYTES = 80
 
 
 @dataclass(frozen=True, slots=True)
-class _KnownPicture:
+class _Known:
     """What the alias table says about a file's bytes."""
 
     content: ContentDigest
-    size: tuple[int, int]
+    inspection: Inspection
 
 
 @dataclass(frozen=True, slots=True)
-class _LoadedPicture:
+class _Loaded:
     """Encoded bytes at hand, size known, nothing decoded."""
 
-    data: bytes
+    data: EncodedMedia
     key: EncodedDigest
-    size: tuple[int, int]
-    known: _KnownPicture | None
-    limits: PixelLimits
+    inspection: Inspection
+    layout: Layout
+    options: MediaOptions
+    content: ContentDigest | None
+    """Known if the same bytes were decoded before."""
 
 
 @dataclass(frozen=True, slots=True)
-class _MadePicture:
+class _Made:
     """Digest, layout and, if it was decoded, patches."""
 
     content: ContentDigest
+    inspection: Inspection
     layout: Layout
     source: Ref
     patches: Ref | None
@@ -101,6 +105,7 @@ class PreprocessorStats:
     requests: int
     pictures: int
     """Pictures loaded, equal ones of one request counted once."""
+    videos: int
     decodes: int
     remakes: int
     """Patches made again for items that travelled without."""
@@ -128,7 +133,7 @@ class PreprocessorCore:
         *,
         family: Family,
         prompts: PromptBuilder,
-        processor: PictureProcessor,
+        processor: MediaProcessor,
         workers: DecodeWorkers,
         sources: MediaSources,
         store: ObjectStore,
@@ -142,11 +147,16 @@ class PreprocessorCore:
         self._sources = sources
         self._store = store
         self._clock = clock
-        self._bounds = server_pixel_limits(config.mm_processor_kwargs, family.limits)
-        self._aliases: ByteLRU[tuple[str, EncodedDigest], _KnownPicture] = ByteLRU(config.alias_cache_bytes)
+        self._defaults = MediaOptions(
+            image_limits=server_pixel_limits(config.mm_processor_kwargs, family.limits),
+            frame_limits=server_pixel_limits(config.mm_processor_kwargs, family.frame_limits),
+            fps=config.video_fps,
+        )
+        self._aliases: ByteLRU[tuple[str, EncodedDigest], _Known] = ByteLRU(config.alias_cache_bytes)
         self._refused = NegativeCache()
-        self._flights: SingleFlight[tuple[ProcessedPicture, Ref]] = SingleFlight(is_final=_is_verdict)
-        self._requests = self._pictures = self._decodes = self._remakes = 0
+        self._flights: SingleFlight[tuple[ProcessedMedia, Ref]] = SingleFlight(is_final=_is_verdict)
+        self._requests = self._decodes = self._remakes = 0
+        self._items_loaded: Counter[Modality] = Counter()
 
     # -- ports.Preprocessor -------------------------------------------------------------------------------------------
     async def prepare(self, request: PrepareRequest) -> PreparedPrompt:
@@ -154,19 +164,21 @@ class PreprocessorCore:
         self._requests += 1
         tally = _Tally()
         async with self._until(request.deadline_s):
-            limits = self._admit(request)
+            options = self._admit(request)
             token_ids = await self._tokenize(request, tally)
-            loaded = await self._load_all(request, limits, tally)
-            layouts = [self._family.layout(*picture.size, picture.limits) for picture in loaded]
-            num_tokens = len(token_ids) + sum(layout.num_slots - 1 for layout in layouts)
-            self._check_length(request, num_tokens, layouts)
-            expanded = self._prompts.expand(token_ids, [layout.num_slots for layout in layouts])
+            loaded = await self._load_all(request, options, tally)
+            slots = [media.layout.num_slots for media in loaded]
+            self._check_length(request, len(token_ids) + sum(slots) - len(slots), sum(slots))
             made = await self._make_all(request, loaded, tally)
-        for media, picture, result in zip(request.media, loaded, made, strict=True):
-            self._sources.remember(media, request.namespace, result.content, picture.data)
+        for media, source, result in zip(request.media, loaded, made, strict=True):
+            self._sources.remember(media, request.namespace, result.content, source.data)
+        expanded = self._prompts.expand(token_ids, [result.layout.num_slots for result in made])
         return PreparedPrompt(
             token_ids=expanded.token_ids,
-            items=self._items(request, layouts, made, expanded.offsets),
+            items=tuple(
+                self._item(media, request.namespace, result, offset)
+                for media, result, offset in zip(request.media, made, expanded.offsets, strict=True)
+            ),
             stage_seconds=dict(tally.seconds),
             cache_results=dict(tally.lookups),
         )
@@ -182,8 +194,7 @@ class PreprocessorCore:
         self._remakes += 1
         async with self._until(deadline_s):
             data = await self._store.get(item.source)
-            height, width = item.processing["resized_height"], item.processing["resized_width"]
-            patches = await self._workers.remake(data, height, width)
+            patches = await self._workers.remake(item.modality, data, item.processing)
             if len(patches) != item.num_patches:
                 raise InternalError(f"{len(patches)} patches were made for an item of {item.num_patches}")
             return await asyncio.to_thread(self._store.put, patches)
@@ -196,7 +207,8 @@ class PreprocessorCore:
     def stats(self) -> PreprocessorStats:
         return PreprocessorStats(
             requests=self._requests,
-            pictures=self._pictures,
+            pictures=self._items_loaded["image"],
+            videos=self._items_loaded["video"],
             decodes=self._decodes,
             remakes=self._remakes,
             alias=self._aliases.stats(),
@@ -206,7 +218,7 @@ class PreprocessorCore:
         )
 
     # -- admission: nothing here costs more than reading the request --------------------------------------------------
-    def _admit(self, request: PrepareRequest) -> PixelLimits:
+    def _admit(self, request: PrepareRequest) -> MediaOptions:
         for modality, count in Counter(media.modality for media in request.media).items():
             limit = self._config.limit_mm_per_prompt.get(modality, 0)
             if count > limit:
@@ -215,20 +227,17 @@ class PreprocessorCore:
                     code="too_many_media",
                     param="messages",
                 )
-        limits = parse_pixel_limits(request.mm_processor_kwargs, self._bounds)
+        options = parse_media_options(request.mm_processor_kwargs, self._defaults)
         for media in request.media:
             with _naming(media):
-                if media.modality != "image":
-                    raise MediaError("only pictures are accepted, not videos", code="unsupported_video")
                 self._sources.check(media, request.namespace)
-        return limits
+        return options
 
-    def _check_length(self, request: PrepareRequest, num_tokens: int, layouts: Sequence[Layout] = ()) -> None:
+    def _check_length(self, request: PrepareRequest, num_tokens: int, slots: int = 0) -> None:
         limit = request.max_prompt_tokens
         if limit is None or num_tokens <= limit:
             return
-        slots = sum(layout.num_slots for layout in layouts)
-        share = f", {slots} of them for pictures" if slots else ""
+        share = f", {slots} of them for pictures and videos" if slots else ""
         raise ContextLengthError(
             f"the prompt has {num_tokens} tokens{share}; at most {limit} fit the model's context", param="messages"
         )
@@ -241,60 +250,67 @@ class PreprocessorCore:
         self._check_length(request, len(token_ids))
         return token_ids
 
-    async def _load_all(self, request: PrepareRequest, limits: PixelLimits, tally: _Tally) -> list[_LoadedPicture]:
-        async def load(index: int) -> _LoadedPicture:
+    async def _load_all(self, request: PrepareRequest, options: MediaOptions, tally: _Tally) -> list[_Loaded]:
+        async def load(index: int) -> _Loaded:
             media = request.media[index]
             with _naming(media):
-                return await self._load(media, request.namespace, apply_detail(limits, media.detail), tally)
+                return await self._load(media, request.namespace, apply_detail(options, media.detail), tally)
 
-        return await gather_distinct([(media.url, media.uuid, media.detail) for media in request.media], load)
+        keys = [(media.modality, media.url, media.frames, media.uuid, media.detail) for media in request.media]
+        return await gather_distinct(keys, load)
 
-    async def _load(self, media: MediaInput, namespace: str, limits: PixelLimits, tally: _Tally) -> _LoadedPicture:
-        self._pictures += 1
+    async def _load(self, media: MediaInput, namespace: str, options: MediaOptions, tally: _Tally) -> _Loaded:
+        self._items_loaded[media.modality] += 1
+        is_image = media.modality == "image"
+        max_bytes = self._config.max_image_bytes if is_image else self._config.max_video_bytes
         with tally.timed("fetch"):
-            data = await self._sources.read(media, namespace, self._config.max_image_bytes)
-            settings = self._processor.decode_settings
-            key = await asyncio.to_thread(encoded_digest, data, decode_settings=settings)
+            data = await self._sources.read(media, namespace, max_bytes)
+            settings = self._processor.decode_settings(media.modality, options)
+            key = await asyncio.to_thread(_alias_key, data, settings)
         if refused := self._refused.get(namespace, key):
             raise MediaError(refused.message, code=refused.code)
         known = self._aliases.get((namespace, key))
         tally.lookups["alias:hit" if known else "alias:miss"] += 1
-        size = known.size if known else await self._judge(self._workers.probe(data), namespace, key)
-        return _LoadedPicture(data, key, size, known, limits)
+        if known is None:
+            inspection = await self._judge(self._workers.inspect(media.modality, data, options), namespace, key)
+        else:
+            inspection = known.inspection
+        layout = self._processor.layout(media.modality, inspection, options)
+        return _Loaded(data, key, inspection, layout, options, known.content if known else None)
 
-    async def _make_all(
-        self, request: PrepareRequest, loaded: Sequence[_LoadedPicture], tally: _Tally
-    ) -> list[_MadePicture]:
-        async def make(index: int) -> _MadePicture:
+    async def _make_all(self, request: PrepareRequest, loaded: Sequence[_Loaded], tally: _Tally) -> list[_Made]:
+        async def make(index: int) -> _Made:
             with _naming(request.media[index]):
-                return await self._make(loaded[index], request.namespace, tally)
+                return await self._make(request.media[index].modality, loaded[index], request.namespace, tally)
 
-        return await gather_distinct([(picture.key, picture.limits) for picture in loaded], make)
+        return await gather_distinct([(media.key, media.options) for media in loaded], make)
 
-    async def _make(self, loaded: _LoadedPicture, namespace: str, tally: _Tally) -> _MadePicture:
+    async def _make(self, modality: Modality, loaded: _Loaded, namespace: str, tally: _Tally) -> _Made:
         """Decodes only what was never seen before, and that only once at a time."""
-        if loaded.known is not None:
-            layout = self._family.layout(*loaded.size, loaded.limits)
+        if loaded.content is not None:
             source = await asyncio.to_thread(self._store.put, loaded.data)
-            return _MadePicture(loaded.known.content, layout, source, None)
-        key = (namespace, loaded.key, loaded.limits)
-        flight = await self._flights.run(key, lambda: self._process(loaded, namespace))
-        picture, patches = flight.value
+            return _Made(loaded.content, loaded.inspection, loaded.layout, source, None)
+        key = (namespace, loaded.key, loaded.options)
+        flight = await self._flights.run(key, lambda: self._process(modality, loaded, namespace))
+        result, patches = flight.value
         if flight.joined:
             tally.lookups["flight:join"] += 1
         else:
-            tally.seconds["decode"] += picture.decode_s
-            tally.seconds["preprocess"] += picture.preprocess_s
+            tally.seconds["decode"] += result.decode_s
+            tally.seconds["preprocess"] += result.preprocess_s
         source = await asyncio.to_thread(self._store.put, loaded.data)
-        return _MadePicture(picture.content, picture.layout, source, patches)
+        return _Made(result.content, result.inspection, result.layout, source, patches)
 
-    async def _process(self, loaded: _LoadedPicture, namespace: str) -> tuple[ProcessedPicture, Ref]:
+    async def _process(self, modality: Modality, loaded: _Loaded, namespace: str) -> tuple[ProcessedMedia, Ref]:
         self._decodes += 1
-        picture = await self._judge(self._workers.process(loaded.data, loaded.limits), namespace, loaded.key)
-        patches = await asyncio.to_thread(self._store.put, picture.patches)
-        known = _KnownPicture(picture.content, picture.size)
-        self._aliases.put((namespace, loaded.key), known, _ALIAS_ENTRY_BYTES + len(namespace))
-        return picture, patches
+        work = self._workers.process(modality, loaded.data, loaded.inspection, loaded.options)
+        result = await self._judge(work, namespace, loaded.key)
+        if result.layout.num_slots > loaded.layout.num_slots:
+            raise InternalError(f"{result.layout.num_slots} slots came of {loaded.layout.num_slots} planned ones")
+        patches = await asyncio.to_thread(self._store.put, result.patches)
+        num_bytes = _ALIAS_ENTRY_BYTES + len(namespace) + _FRAME_ENTRY_BYTES * len(result.inspection.frame_indices)
+        self._aliases.put((namespace, loaded.key), _Known(result.content, result.inspection), num_bytes)
+        return replace(result, patches=result.patches[:0].copy()), patches
 
     async def _judge(self, work: Awaitable[T], namespace: str, key: EncodedDigest) -> T:
         """The result of decoding work; a verdict on the bytes is remembered for a while."""
@@ -305,34 +321,27 @@ class PreprocessorCore:
             raise
 
     # -- result -------------------------------------------------------------------------------------------------------
-    def _items(
-        self,
-        request: PrepareRequest,
-        layouts: Sequence[Layout],
-        made: Sequence[_MadePicture],
-        offsets: Sequence[int],
-    ) -> tuple[MediaItem, ...]:
-        items = []
-        for media, planned, picture, offset in zip(request.media, layouts, made, offsets, strict=True):
-            layout = picture.layout
-            if layout.num_slots != planned.num_slots:
-                raise InternalError(f"a picture got {layout.num_slots} slots after {planned.num_slots} were planned")
-            identity = item_identity(request.namespace, picture.content, self._processor.effective(layout))
-            items.append(
-                MediaItem(
-                    modality=media.modality,
-                    identity=identity,
-                    grid=layout.grid,
-                    offset=offset,
-                    num_slots=layout.num_slots,
-                    num_patches=layout.num_patches,
-                    param=media.param,
-                    patches=picture.patches,
-                    source=picture.source,
-                    processing={"resized_height": layout.resized_height, "resized_width": layout.resized_width},
-                )
-            )
-        return tuple(items)
+    def _item(self, media: MediaInput, namespace: str, made: _Made, offset: int) -> MediaItem:
+        layout, inspection = made.layout, made.inspection
+        processing: dict[str, object] = {
+            "resized_height": layout.resized_height,
+            "resized_width": layout.resized_width,
+        }
+        if media.modality == "video":
+            processing["frame_indices"] = inspection.frame_indices
+        return MediaItem(
+            modality=media.modality,
+            identity=item_identity(namespace, made.content, self._processor.effective(layout, inspection)),
+            grid=layout.grid,
+            offset=offset,
+            num_slots=layout.num_slots,
+            num_patches=layout.num_patches,
+            param=media.param,
+            patches=made.patches,
+            source=made.source,
+            processing=processing,
+            seconds_per_grid=inspection.seconds_per_frame * self._family.geometry.temporal_patch_size,
+        )
 
     @asynccontextmanager
     async def _until(self, deadline_s: float | None) -> AsyncIterator[None]:
@@ -347,6 +356,13 @@ class PreprocessorCore:
             if not scope.expired():
                 raise
             raise DeadlineError("the request's deadline passed while its media were processed") from None
+
+
+def _alias_key(data: EncodedMedia, settings: str) -> EncodedDigest:
+    if isinstance(data, bytes):
+        return encoded_digest(data, decode_settings=settings)
+    digests = [encoded_digest(part) for part in data]
+    return encoded_digest(b"".join(digests), decode_settings=f"{settings} frames={len(digests)}")
 
 
 def _is_verdict(error: Exception) -> bool:

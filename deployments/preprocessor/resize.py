@@ -110,8 +110,9 @@ class TorchResizer:
 
         if pixels.shape[:2] == (height, width):
             return pixels
-        # HWC seen as NCHW is the channels-last layout that the vectorised uint8 kernel takes without a copy.
-        nchw = torch.from_numpy(_writable(pixels)).permute(2, 0, 1)[None]
+        # The batch axis comes first, then the permutation: only so are the strides those of a channels-last tensor,
+        # which the vectorised uint8 kernel takes without a copy.
+        nchw = torch.from_numpy(_writable(pixels))[None].permute(0, 3, 1, 2)
         resized = interpolate(nchw, size=(height, width), mode="bicubic", antialias=True, align_corners=False)
         return resized[0].permute(1, 2, 0).numpy()
 

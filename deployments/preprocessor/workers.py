@@ -1,26 +1,32 @@
-"""Where pictures are decoded: off the event loop, a bounded number at once."""
+"""Where media are decoded: off the event loop, a bounded number at once."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from deployments.preprocessor.picture import PictureProcessor, ProcessedPicture
-from deployments.preprocessor.resize import PixelLimits
+from deployments.messages import Modality
+from deployments.preprocessor.media import EncodedMedia, Inspection, MediaOptions, ProcessedMedia
+from deployments.preprocessor.processor import MediaProcessor
+
+T = TypeVar("T")
 
 
 class DecodeWorkers(Protocol):
-    """Runs a PictureProcessor's methods. Cancelling a call drops it if it has not begun."""
+    """MediaProcessor's methods, awaited. Cancelling a call drops it if it has not begun."""
 
-    async def probe(self, data: bytes) -> tuple[int, int]: ...
+    async def inspect(self, modality: Modality, data: EncodedMedia, options: MediaOptions) -> Inspection: ...
 
-    async def process(self, data: bytes, limits: PixelLimits) -> ProcessedPicture: ...
+    async def process(
+        self, modality: Modality, data: EncodedMedia, inspection: Inspection, options: MediaOptions
+    ) -> ProcessedMedia: ...
 
-    async def remake(self, data: bytes, height: int, width: int) -> np.ndarray: ...
+    async def remake(self, modality: Modality, data: EncodedMedia, processing: Mapping[str, Any]) -> np.ndarray: ...
 
     async def close(self) -> None:
         """Stop; calls under way end with an error or their result."""
@@ -29,30 +35,32 @@ class DecodeWorkers(Protocol):
 class ThreadWorkers:
     """Threads of this process: decoders and resizers release the interpreter lock while they work."""
 
-    def __init__(self, processor: PictureProcessor, num_threads: int = 0) -> None:
+    def __init__(self, processor: MediaProcessor, num_threads: int = 0) -> None:
         self._processor = processor
         self._executor = ThreadPoolExecutor(
-            num_threads or os.cpu_count() or 1, thread_name_prefix="decode", initializer=_one_torch_thread
+            num_threads or os.cpu_count() or 1, thread_name_prefix="decode", initializer=one_torch_thread
         )
 
-    async def probe(self, data: bytes) -> tuple[int, int]:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._processor.probe, data)
+    async def inspect(self, modality: Modality, data: EncodedMedia, options: MediaOptions) -> Inspection:
+        return await self._run(self._processor.inspect, modality, data, options)
 
-    async def process(self, data: bytes, limits: PixelLimits) -> ProcessedPicture:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._processor.process, data, limits)
+    async def process(
+        self, modality: Modality, data: EncodedMedia, inspection: Inspection, options: MediaOptions
+    ) -> ProcessedMedia:
+        return await self._run(self._processor.process, modality, data, inspection, options)
 
-    async def remake(self, data: bytes, height: int, width: int) -> np.ndarray:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._processor.remake, data, height, width)
+    async def remake(self, modality: Modality, data: EncodedMedia, processing: Mapping[str, Any]) -> np.ndarray:
+        return await self._run(self._processor.remake, modality, data, processing)
 
     async def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
+    async def _run(self, method: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, method, *args)
 
-def _one_torch_thread() -> None:
+
+def one_torch_thread() -> None:
     """The pool is the parallelism; a second level inside each resize would only add contention."""
-    try:
-        import torch
-    except ImportError:
-        return
+    import torch
+
     torch.set_num_threads(1)

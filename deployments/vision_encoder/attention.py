@@ -77,8 +77,8 @@ class SdpaSegments:
         out = torch.zeros_like(v, memory_format=torch.contiguous_format)
         for group in plan:
             shape = (-1, group.length, *q.shape[1:])
-            parts = [x[group.index].reshape(shape).transpose(1, 2) for x in (q, k, v)]
-            result = F.scaled_dot_product_attention(*parts, scale=scale)
+            qs, ks, vs = (x[group.index].reshape(shape).transpose(1, 2) for x in (q, k, v))
+            result = F.scaled_dot_product_attention(qs, ks, vs, scale=scale)
             out[group.index] = result.transpose(1, 2).reshape(-1, *q.shape[1:])
         return out
 
@@ -97,8 +97,8 @@ class SdpaMasked:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
-        return F.scaled_dot_product_attention(*heads_first, attn_mask=plan, scale=scale)[0].transpose(0, 1)
+        qs, ks, vs = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return F.scaled_dot_product_attention(qs, ks, vs, attn_mask=plan, scale=scale)[0].transpose(0, 1)
 
 
 class Varlen:
@@ -110,12 +110,10 @@ class Varlen:
     def __init__(self) -> None:
         from torch.nn.attention.varlen import varlen_attn
 
-        self._varlen_attn: Callable[..., torch.Tensor] = varlen_attn
+        self._varlen_attn: Callable[..., Any] = varlen_attn
 
     def plan(self, segments: Segments, rows: int) -> Segments:
         return segments
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Segments, scale: float) -> torch.Tensor:
-        return self._varlen_attn(
-            q, k, v, plan.borders, plan.borders, plan.longest, plan.longest, scale=scale
-        )
+        return self._varlen_attn(q, k, v, plan.borders, plan.borders, plan.longest, plan.longest, scale=scale)

@@ -82,7 +82,8 @@ class EncoderConfig:
     cache_bytes: int = 2 << 30
     """Embeddings kept by reference in this replica, in bytes of object store."""
     batch_memory_bytes: int = 0
-    """Activation memory of one forward pass; 0 takes `batch_memory_fraction` of what is free after loading."""
+    """Activation memory of one forward pass; 0 takes `batch_memory_fraction` of what is free after loading on CUDA, and
+    sets no limit on CPU."""
     batch_memory_fraction: float = 0.5
     """Share of free device memory that one forward pass may take, if `batch_memory_bytes` is 0."""
 
@@ -115,8 +116,7 @@ class EncoderConfig:
             raise ValueError(f"batch_memory_fraction is {self.batch_memory_fraction}; it must be above 0 and at most 1")
         if self.encoder_cudagraph_steps_per_octave not in (1, 2, 4):
             raise ValueError(
-                "encoder_cudagraph_steps_per_octave is "
-                f"{self.encoder_cudagraph_steps_per_octave}; allowed: 1, 2, 4"
+                f"encoder_cudagraph_steps_per_octave is {self.encoder_cudagraph_steps_per_octave}; allowed: 1, 2, 4"
             )
         object.__setattr__(self, "encoder_cudagraph_token_budgets", tuple(self.encoder_cudagraph_token_budgets))
         budgets = self.encoder_cudagraph_token_budgets

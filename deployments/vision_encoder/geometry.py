@@ -46,7 +46,7 @@ def patch_positions(grid: Grid, merge: int) -> Int32:
     return _frozen(np.tile(frame, (t, 1)))
 
 
-def _blocks(plane: Int32, merge: int) -> Int32:
+def _blocks(plane: np.ndarray, merge: int) -> np.ndarray:
     h, w = plane.shape
     return plane.reshape(h // merge, merge, w // merge, merge).swapaxes(1, 2).reshape(-1)
 

@@ -186,9 +186,7 @@ def _fill_slack(groups: list[list[int]], loads: Sequence[Load], rules: Rules) ->
     return groups
 
 
-def _spread(
-    groups: list[list[int]], victim: int, loads: Sequence[Load], rules: Rules
-) -> list[list[int]] | None:
+def _spread(groups: list[list[int]], victim: int, loads: Sequence[Load], rules: Rules) -> list[list[int]] | None:
     """The groups without `victim`, its items placed in the others where that is cheapest; None if it does not pay."""
     rest = [list(group) for at, group in enumerate(groups) if at != victim]
     totals = [_total(group, loads) for group in rest]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 
@@ -26,7 +26,7 @@ class EncoderStats:
     (`slots`, `patches`, `items`, `segments`, `frames`), `cheaper` or `replay_failed`."""
     batch_items: Counter[int] = field(default_factory=Counter)
     """Forward passes by number of items."""
-    batch_seconds: Counter[str] = field(default_factory=Counter)
+    batch_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds spent in forward passes (upload to result), by path."""
     batch_failures: Counter[str] = field(default_factory=Counter)
     """Failed passes by kind: `out_of_memory`, `error`."""

@@ -16,9 +16,7 @@ _REPLICAS = Row(
             runbook="Deployment gone",
             description="Replicas that answer scrapes. Fewer than the autoscaler's target: they start, crash, or find "
             "no resources.",
-            queries=(
-                Query(expr=f"count by (deployment) ({series(EVERY_REPLICA)})", legend="{{deployment}}"),
-            ),
+            queries=(Query(expr=f"count by (deployment) ({series(EVERY_REPLICA)})", legend="{{deployment}}"),),
         ),
         Panel(
             title="Replicas younger than 10 minutes",
@@ -34,8 +32,8 @@ _REPLICAS = Row(
         Panel(
             title="Autoscaling target",
             needs=_RAY,
-            description="What the autoscaler wants (dashed below: what its policy asked for before its bounds). "
-            "Desired above target: max_replicas is the limit.",
+            description="target: what the autoscaler goes for. desired: what its policy asked for before the bounds; "
+            "above target, max_replicas is the limit.",
             queries=(
                 Query(
                     expr=f"max by (deployment) (ray_serve_autoscaling_target_replicas{{{_RAY_DEPLOYMENT}}})",
@@ -50,7 +48,7 @@ _REPLICAS = Row(
         Panel(
             title="Healthy replicas, as Ray sees them",
             needs=_RAY,
-            description="More than answer scrapes: a replica is up but does not answer in 2 s; its event loop is blocked.",
+            description="More than answer scrapes: a replica is up but its event loop is blocked for seconds.",
             queries=(
                 Query(
                     expr=f"sum by (deployment) (ray_serve_deployment_replica_healthy{{{_RAY_DEPLOYMENT}}})",
@@ -66,16 +64,16 @@ _LOAD = Row(
     panels=(
         Panel(
             title="Requests in flight by ingress replica",
-            description="Uneven: the load balancer in front keeps connections; many clients of one connection each help.",
-            queries=(Query(expr=total(series("requests_in_flight"), "replica", "state"), legend="{{replica}} {{state}}"),),
+            description="Uneven: the load balancer keeps connections; it should spread requests instead.",
+            queries=(
+                Query(expr=total(series("requests_in_flight"), "replica", "state"), legend="{{replica}} {{state}}"),
+            ),
         ),
         Panel(
             title="Sequences by engine replica",
             description="Uneven while some wait: routing by session, one caller sends most of the load.",
             queries=(
-                Query(
-                    expr=total(series("scheduler_requests"), "replica", "state"), legend="{{replica}} {{state}}"
-                ),
+                Query(expr=total(series("scheduler_requests"), "replica", "state"), legend="{{replica}} {{state}}"),
             ),
         ),
         Panel(
@@ -84,9 +82,7 @@ _LOAD = Row(
             max_value=1,
             thresholds=((0.85, "yellow"),),
             description="Share of time in forward passes. Above 85%: encode queues grow; add vision encoder replicas.",
-            queries=(
-                Query(expr=total(rate("encoder_batch_seconds_total"), "replica"), legend="{{replica}}"),
-            ),
+            queries=(Query(expr=total(rate("encoder_batch_seconds_total"), "replica"), legend="{{replica}}"),),
         ),
         Panel(
             title="Tokens a second by engine replica",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grafana.model import Dashboard, Panel, Query, Row
+from grafana.model import Dashboard, Panel, Query, Row, Thresholds
 from grafana.queries import (
     DEPLOYMENT,
     REPLICA,
@@ -19,7 +19,7 @@ from grafana.queries import (
 
 _ALL = total(rate("requests_total"))
 _FAULTS = total(rate("requests_total", 'status=~"5.."'))
-_FIRST_TOKEN_LIMITS = ((1.0, "yellow"), (2.5, "red"))
+_FIRST_TOKEN_LIMITS: Thresholds = ((1.0, "yellow"), (2.5, "red"))
 
 _NOW = Row(
     title="Now",
@@ -124,7 +124,9 @@ _TRAFFIC = Row(
                     legend="refused (429, 503)",
                 ),
                 Query(
-                    expr=ratio(part_or_zero(total(rate("requests_total", 'status=~"4..",status!~"429|499"')), _ALL), _ALL),
+                    expr=ratio(
+                        part_or_zero(total(rate("requests_total", 'status=~"4..",status!~"429|499"')), _ALL), _ALL
+                    ),
                     legend="client errors (4xx)",
                 ),
                 Query(
@@ -144,9 +146,10 @@ _LATENCY = Row(
             unit="s",
             thresholds=((2.5, "red"),),
             runbook="First token burn rate",
-            description="Promise: 95% within 2.5 s. If only p99 moves, look for large pictures; if p50 moves, for queues.",
+            description="Promise: 95% within 2.5 s. Only p99 moves: look for large pictures. p50 moves: queues.",
             queries=tuple(
-                Query(expr=quantile(q, "time_to_first_token_seconds"), legend=f"p{q * 100:g}") for q in (0.5, 0.95, 0.99)
+                Query(expr=quantile(q, "time_to_first_token_seconds"), legend=f"p{q * 100:g}")
+                for q in (0.5, 0.95, 0.99)
             ),
         ),
         Panel(
@@ -186,9 +189,7 @@ _LATENCY = Row(
             kind="heatmap",
             unit="s",
             description="Two bands are two kinds of requests: texts and cached pictures below, new pictures above.",
-            queries=(
-                Query(expr=total(rate("time_to_first_token_seconds_bucket"), "le"), legend="{{le}}"),
-            ),
+            queries=(Query(expr=total(rate("time_to_first_token_seconds_bucket"), "le"), legend="{{le}}"),),
         ),
     ),
 )

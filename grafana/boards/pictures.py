@@ -26,7 +26,7 @@ _MEDIA = Row(
             title="Items encoded",
             unit="ops",
             stacked=True,
-            description="What no cache had. Close to the items prepared: pictures do not repeat, or caches are too small.",
+            description="What no cache had. Near the items prepared: pictures do not repeat, or caches are too small.",
             queries=(Query(expr=total_rate("encoder_items_total", "modality"), legend="{{modality}}"),),
         ),
         Panel(
@@ -172,7 +172,7 @@ _ENCODER = Row(
         Panel(
             title="Seconds per pass",
             unit="s",
-            description="Upload to result. Rising with the same sizes: the GPU is shared, throttled, or graphs are off.",
+            description="Upload to result. Rising with equal sizes: the GPU is shared, throttled, or graphs are off.",
             queries=(
                 Query(
                     expr=ratio(total(rate("encoder_batch_seconds_total"), "modality"), _PASSES), legend="{{modality}}"

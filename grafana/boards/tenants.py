@@ -10,8 +10,8 @@ _REQUESTS = total(rate("tenant_requests_total", _CHOSEN), "tenant")
 _PROMPT = total(rate("tenant_tokens_total", _CHOSEN, 'kind="prompt"'), "tenant")
 
 
-def _share_of_requests(status: str) -> str:
-    matching = total(rate("tenant_requests_total", _CHOSEN, f'status=~"{status}"'), "tenant")
+def _share_of_requests(*matchers: str) -> str:
+    matching = total(rate("tenant_requests_total", _CHOSEN, *matchers), "tenant")
     return ratio(part_or_zero(matching, _REQUESTS), _REQUESTS)
 
 
@@ -74,14 +74,14 @@ _TROUBLE = Row(
             max_value=1,
             runbook="Rejections",
             description="429 and 503. One tenant: it is above its limits. All: too few replicas.",
-            queries=(Query(expr=_share_of_requests("429|503"), legend="{{tenant}}"),),
+            queries=(Query(expr=_share_of_requests('status=~"429|503"'), legend="{{tenant}}"),),
         ),
         Panel(
             title="Client errors, by tenant",
             unit="percentunit",
             max_value=1,
             description="400 and its kin without 429 and 499: the tenant's software sends what cannot be served.",
-            queries=(Query(expr=_share_of_requests("4[0-8][0-8]|4[1-8]9|409"), legend="{{tenant}}"),),
+            queries=(Query(expr=_share_of_requests('status=~"4.."', 'status!~"429|499"'), legend="{{tenant}}"),),
         ),
         Panel(
             title="Server errors, by tenant",
@@ -89,7 +89,7 @@ _TROUBLE = Row(
             max_value=1,
             runbook="Error ratio",
             description="One tenant only: something in its requests sets a fault of ours off.",
-            queries=(Query(expr=_share_of_requests("5.."), legend="{{tenant}}"),),
+            queries=(Query(expr=_share_of_requests('status=~"5.."'), legend="{{tenant}}"),),
         ),
         Panel(
             title="Largest tenants, last hour",

@@ -59,15 +59,15 @@ def text_mask(text: str, face: str, height: int, stroke: int) -> Image.Image:
     Faces: "smooth" (outline font), "pixel" (Pillow's bitmap font enlarged), "segment" (digits only).
     """
     if face == "segment":
-        return segment_mask(text, height)
+        return segment_mask(text, height, (0.09, 0.11, 0.14)[min(stroke, 2)])
     if face == "pixel":
         font = ImageFont.load_default_imagefont()
         left, top, right, bottom = font.getbbox(text)
         small = Image.new("L", (int(right - left) + 2, int(bottom - top) + 2))
         ImageDraw.Draw(small).text((1, 1), text, fill=255, font=font)
         small = small.crop(small.getbbox() or (0, 0, 1, 1))
-        scale = height / small.height
-        return small.resize((max(1, round(small.width * scale)), height), Image.Resampling.BILINEAR)
+        scale = max(2, round(height / small.height))
+        return small.resize((small.width * scale, small.height * scale), Image.Resampling.NEAREST)
     font = smooth_font(max(8, round(height / 0.72)))
     left, top, right, bottom = font.getbbox(text, stroke_width=stroke)
     mask = Image.new("L", (int(right - left) + 4, int(bottom - top) + 4))
@@ -75,10 +75,10 @@ def text_mask(text: str, face: str, height: int, stroke: int) -> Image.Image:
     return mask.crop(mask.getbbox() or (0, 0, 1, 1))
 
 
-def segment_mask(digits: str, height: int) -> Image.Image:
+def segment_mask(digits: str, height: int, weight: float) -> Image.Image:
     """Digits as a clock's display draws them; a one keeps its full cell, as on a display."""
     h = max(height, 14)
-    w, t, gap = round(h * 0.52), max(2, round(h * 0.1)), max(3, round(h * 0.16))
+    w, t, gap = round(h * 0.52), max(2, round(h * weight)), max(3, round(h * 0.16))
     mask = Image.new("L", (len(digits) * (w + gap) - gap, h))
     pen = ImageDraw.Draw(mask)
     mid = h // 2

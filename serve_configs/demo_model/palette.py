@@ -35,10 +35,14 @@ def shade(rng: random.Random, name: str, jitter: int = 9) -> RGB:
     return near(red), near(green), near(blue)
 
 
+def luma(a: RGB) -> float:
+    """Brightness, as JPEG and eyes weigh it."""
+    return 0.3 * a[0] + 0.59 * a[1] + 0.11 * a[2]
+
+
 def distance(a: RGB, b: RGB) -> float:
     """How far two shades lie apart; luma counts double, since JPEG keeps it best."""
-    luma = sum(w * (x - y) for w, x, y in zip((0.3, 0.59, 0.11), a, b, strict=True))
-    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / 3 + abs(luma)
+    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / 3 + abs(luma(a) - luma(b))
 
 
 def contrasting(rng: random.Random, name: str, against: RGB) -> RGB:

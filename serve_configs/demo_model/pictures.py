@@ -15,7 +15,7 @@ import string
 from dataclasses import dataclass
 
 from draw import SHAPES, as_jpeg, as_png, disturb, draw_shape, text_mask
-from palette import NAMES, RGB, contrasting, distance, shade, visible_on
+from palette import NAMES, RGB, contrasting, distance, luma, shade, visible_on
 from PIL import Image, ImageDraw
 
 CELLS = ("top left", "top", "top right", "left", "center", "right", "bottom left", "bottom", "bottom right")
@@ -204,16 +204,27 @@ def blocks(rng: random.Random) -> Picture:
     return Picture(image, "blocks", jpeg, blocks=tuple(zip(places, colours, strict=True)))
 
 
+def readable_ink(rng: random.Random, back: str, ground: RGB) -> tuple[str, RGB]:
+    """A colour to write in that differs from the ground in brightness, not in hue alone."""
+    names = visible_on(rng, ground, frozenset({back}))
+    if back != "black" and rng.random() < 0.4:
+        names.insert(0, "black")
+    for name in (*names, "white" if back != "white" and luma(ground) < 128 else "black"):
+        fill = contrasting(rng, name, ground)
+        if abs(luma(fill) - luma(ground)) > 50:
+            return name, fill
+    return name, fill
+
+
 def printed(rng: random.Random, text: str, topic: str) -> Picture:
     """`text` on a plain ground, in a random face, size and place."""
     back, ground = plain_or_any_background(rng)
-    ink = "black" if back != "black" and distance(ground, (0, 0, 0)) > 110 and rng.random() < 0.4 else ""
-    ink = ink or visible_on(rng, ground, frozenset({back}))[0]
+    ink, fill = readable_ink(rng, back, ground)
     width, height = size(rng, 84, 300, 2.2)
     shown = text.lower() if topic == "word" and rng.random() < 0.3 else text
     faces = ("smooth", "smooth", "pixel", "segment") if topic == "number" else ("smooth", "smooth", "smooth", "pixel")
     face = rng.choice(faces)
-    tall = rng.randint(16, 120) if len(text) < 3 or rng.random() < 0.3 else rng.randint(14, 56)
+    tall = rng.randint(16, 180) if len(text) < 3 or rng.random() < 0.3 else rng.randint(14, 56)
     tall = min(tall, round(height * 0.75))
     stroke = rng.choice((0, 0, 1, 2)) if tall > 40 else rng.choice((0, 0, 0, 1))
     mask = text_mask(shown, face, tall, stroke)
@@ -229,7 +240,7 @@ def printed(rng: random.Random, text: str, topic: str) -> Picture:
     decorate(rng, image, ground)
     left, top = width - mask.width, height - mask.height
     where = (left // 2, top // 2) if rng.random() < 0.35 else (rng.randint(0, left), rng.randint(0, top))
-    image.paste(contrasting(rng, ink, ground), (*where, where[0] + mask.width, where[1] + mask.height), mask)
+    image.paste(fill, (*where, where[0] + mask.width, where[1] + mask.height), mask)
     image, jpeg = finish(rng, image)
     return Picture(image, topic, jpeg, background=back, ink=ink, text=text)
 
@@ -246,7 +257,7 @@ def word(rng: random.Random, source: str = "mixed") -> Picture:
     if source == "mixed":
         source = "seen" if rng.random() < 0.5 else "letters"
     if source == "letters":
-        text = "".join(rng.choice(string.ascii_uppercase) for _ in range(rng.randint(3, 6)))
+        text = "".join(rng.choice(string.ascii_uppercase) for _ in range(rng.randint(3, 5)))
         while text in words(True):
             text = "".join(rng.choice(string.ascii_uppercase) for _ in range(4))
     else:

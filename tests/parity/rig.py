@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ class TinyVlm:
             inputs["mm_token_type_ids"] = (input_ids == self.hf.config.image_token_id).int()
             inputs["pixel_values"] = torch.cat([picture.pixels(self.patch_values) for picture in prompt.pictures])
             inputs["image_grid_thw"] = torch.tensor([[1, p.height, p.width] for p in prompt.pictures])
-        output = self.hf.generate(
+        output = self.hf.generate(  # type: ignore[operator]
             **inputs, max_new_tokens=num_tokens, do_sample=False, output_logits=True, return_dict_in_generate=True
         )
         return output.sequences[0, input_ids.shape[1] :].tolist(), torch.cat(output.logits)
@@ -168,9 +169,20 @@ class DelayedEncodes:
             start = self._due.popleft()[1]
             error = self.errors.get(start.item.identity)
             if error is None:
+                assert isinstance(start.item.patches, Picture)
                 rig.engine.put_embedding(start.identity, self._vlm.encode(start.item.patches), start.sequence_id)
             else:
                 rig.take(rig.engine.fail_embedding(start, error))
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
+    """Wait for a condition, plain or asynchronous, that nothing announces."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            answer = condition()
+            if answer if isinstance(answer, bool) else await answer:
+                return
+            await asyncio.sleep(0.002)
 
 
 class Rig:

@@ -1,4 +1,4 @@
-"""The engine against transformers' generate(): logits within 1e-4 and the same greedy tokens, however it is scheduled."""
+"""Against transformers' generate(): logits within 1e-4 and the same greedy tokens, however the engine schedules."""
 
 from __future__ import annotations
 

@@ -9,14 +9,15 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from deployments.preprocessor.config import PreprocessorConfig
 from deployments.preprocessor.families.base import PatchGeometry
 from deployments.preprocessor.families.qwen2_vl import Qwen2VLFamily
-from deployments.preprocessor.picture import PictureProcessor
+from deployments.preprocessor.media import Inspection, MediaOptions, ProcessedMedia
+from deployments.preprocessor.processor import MediaProcessor
 from deployments.preprocessor.resize import PixelLimits
 from tests.unit.preprocessor.pictures import encoded, noise
 
 ALL_PIXELS = PixelLimits(3136, 16384 * 28 * 28)
 
 
-def processors(resample: str, limits: PixelLimits) -> tuple[PictureProcessor, Qwen2VLImageProcessorPil]:
+def processors(resample: str, limits: PixelLimits) -> tuple[MediaProcessor, Qwen2VLImageProcessorPil]:
     theirs = Qwen2VLImageProcessorPil(min_pixels=limits.min_pixels, max_pixels=limits.max_pixels)
     family = Qwen2VLFamily(
         geometry=PatchGeometry(
@@ -27,10 +28,19 @@ def processors(resample: str, limits: PixelLimits) -> tuple[PictureProcessor, Qw
             image_std=tuple(theirs.image_std),
         ),
         limits=limits,
+        frame_limits=limits,
         image_token_id=1,
         video_token_id=2,
     )
-    return PictureProcessor(PreprocessorConfig(resample=resample), family), theirs  # type: ignore[arg-type]
+    return MediaProcessor(PreprocessorConfig(resample=resample), family), theirs  # type: ignore[arg-type]
+
+
+def options(limits: PixelLimits) -> MediaOptions:
+    return MediaOptions(image_limits=limits, frame_limits=limits, fps=2.0)
+
+
+def processed(ours: MediaProcessor, data: bytes, limits: PixelLimits) -> ProcessedMedia:
+    return ours.process("image", data, ours.inspect("image", data, options(limits)), options(limits))
 
 
 def normalised(patches: np.ndarray, theirs: Qwen2VLImageProcessorPil) -> np.ndarray:
@@ -55,7 +65,7 @@ def test_grid_and_pixels(resample: str, levels: int, limits: PixelLimits) -> Non
     level = 1 / 255 / min(theirs.image_std)
     for seed, (width, height) in enumerate(sizes(40)):
         image = noise(width, height, seed)
-        picture = ours.process(encoded(image), limits)
+        picture = processed(ours, encoded(image), limits)
         expected = theirs(image, return_tensors="np")
         assert [list(picture.layout.grid)] == expected["image_grid_thw"].tolist(), (width, height)
         assert picture.layout.num_patches == len(picture.patches) == len(expected["pixel_values"])
@@ -69,7 +79,7 @@ def test_grid_and_pixels(resample: str, levels: int, limits: PixelLimits) -> Non
 )
 def test_worked_sizes(width: int, height: int, slots: int) -> None:
     ours, theirs = processors("torch", ALL_PIXELS)
-    picture = ours.process(encoded(noise(width, height), "JPEG"), ALL_PIXELS)
+    picture = processed(ours, encoded(noise(width, height), "JPEG"), ALL_PIXELS)
     assert picture.layout.num_slots == slots
     assert theirs.get_number_of_image_patches(height, width) == 4 * slots
 
@@ -79,5 +89,5 @@ def test_grid_over_many_sizes_without_pixels() -> None:
     rng = np.random.default_rng(3)
     for width, height in rng.integers(1, 6000, (4000, 2)).tolist():
         if max(width, height) <= 200 * min(width, height):
-            layout = ours.family.layout(width, height, ALL_PIXELS)
+            layout = ours.layout("image", Inspection(size=(width, height)), options(ALL_PIXELS))
             assert layout.num_patches == theirs.get_number_of_image_patches(height, width), (width, height)

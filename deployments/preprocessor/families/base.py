@@ -63,13 +63,17 @@ class Family(Protocol):
     def limits(self) -> PixelLimits:
         """The checkpoint's bounds on the resized area."""
 
+    @property
+    def frame_limits(self) -> PixelLimits:
+        """The same for one frame of a video."""
+
     def placeholder_id(self, modality: Modality) -> int:
         """Token that stands for one slot of this modality."""
 
     def layout(self, width: int, height: int, limits: PixelLimits, num_frames: int = 1) -> Layout:
         """Size after resizing, grid and slots. Raises MediaError for shapes the family cannot take."""
 
-    def patchify(self, frames: np.ndarray) -> np.ndarray:
+    def patchify(self, frames: np.ndarray, modality: Modality) -> np.ndarray:
         """Resized frames, uint8 [T, H, W, 3], as uint8 patches in the encoder's order.
 
         Picture (T = 1): [num_patches, 3 * patch * patch], the temporal copy left out.

@@ -30,6 +30,7 @@ class Qwen2VLFamily:
 
     geometry: PatchGeometry
     limits: PixelLimits
+    frame_limits: PixelLimits
     image_token_id: int
     video_token_id: int
 
@@ -48,11 +49,11 @@ class Qwen2VLFamily:
             num_slots=grid_t * grid_h * grid_w // g.merge_size**2,
         )
 
-    def patchify(self, frames: np.ndarray) -> np.ndarray:
+    def patchify(self, frames: np.ndarray, modality: Modality) -> np.ndarray:
         g = self.geometry
         num_frames, height, width, channels = frames.shape
         # A picture's second temporal frame is a copy of the first; the encoder folds it into its first projection.
-        depth = 1 if num_frames == 1 else g.temporal_patch_size
+        depth = 1 if modality == "image" else g.temporal_patch_size
         if padding := -num_frames % depth:
             frames = np.concatenate([frames, np.repeat(frames[-1:], padding, axis=0)])
         patch, merge = g.patch_size, g.merge_size
@@ -65,7 +66,7 @@ class Qwen2VLFamily:
 def load_qwen2_vl(folder: Path, config: Mapping[str, Any]) -> Qwen2VLFamily:
     """The family as a checkpoint of type `qwen2_vl` or `qwen2_5_vl` describes it."""
     processor = read_json(folder, "preprocessor_config.json", default={})
-    size = processor.get("size") or {}
+    video = read_json(folder, "video_preprocessor_config.json", default={})
     geometry = PatchGeometry(
         patch_size=processor.get("patch_size", 14),
         merge_size=processor.get("merge_size", 2),
@@ -81,10 +82,16 @@ def load_qwen2_vl(folder: Path, config: Mapping[str, Any]) -> Qwen2VLFamily:
             raise CheckpointError(f"preprocessor_config.json and config.json disagree on {name}: {here} and {there}")
     return Qwen2VLFamily(
         geometry=geometry,
-        limits=PixelLimits(
-            min_pixels=processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56,
-            max_pixels=processor.get("max_pixels") or size.get("longest_edge") or 1280 * 28 * 28,
-        ),
+        limits=_limits(processor, 56 * 56, 1280 * 28 * 28),
+        frame_limits=_limits(video, 128 * 28 * 28, 768 * 28 * 28),
         image_token_id=config["image_token_id"],
         video_token_id=config["video_token_id"],
+    )
+
+
+def _limits(processor: Mapping[str, Any], min_pixels: int, max_pixels: int) -> PixelLimits:
+    size = processor.get("size") or {}
+    return PixelLimits(
+        min_pixels=processor.get("min_pixels") or size.get("shortest_edge") or min_pixels,
+        max_pixels=processor.get("max_pixels") or size.get("longest_edge") or max_pixels,
     )

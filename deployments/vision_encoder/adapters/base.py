@@ -70,6 +70,8 @@ class VisionAdapter(Protocol):
     paths: tuple[PathSpec, ...]
     capturable: bool
     """Whether `forward` runs without a host read."""
+    activation_bytes_per_patch: int
+    """Estimated peak, for devices where it cannot be measured."""
 
     def describe(self, modality: Modality, grid: tuple[int, int, int]) -> ItemSpec:
         """Loads and shapes of an item. Raises InvalidRequestError for a grid the model cannot take."""

@@ -33,13 +33,19 @@ def read_shape(config: Mapping[str, Any]) -> TowerShape:
 
 
 def read_weights(shape: TowerShape, reader: WeightReader, normalisation: Mapping[str, Normalisation]) -> TowerWeights:
-    names = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
     return TowerWeights(
         embed=reader.embed(shape, normalisation, bias=True),
         blocks=tuple(reader.block(i, shape, ["mlp.linear_fc1"], "mlp.linear_fc2") for i in range(shape.depth)),
-        merger=reader.merger("merger", shape, **names),
+        merger=reader.merger("merger", shape, norm="norm", fc1="linear_fc1", fc2="linear_fc2"),
         deepstack=tuple(
-            reader.merger(f"deepstack_merger_list.{level}", shape, after_merge=True, **names)
+            reader.merger(
+                f"deepstack_merger_list.{level}",
+                shape,
+                norm="norm",
+                fc1="linear_fc1",
+                fc2="linear_fc2",
+                after_merge=True,
+            )
             for level in range(len(shape.deepstack_layers))
         ),
         position_table=reader.tensor("pos_embed.weight", shape.table_side**2, shape.width),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from app.admission import Admission, AdmissionConfig
@@ -50,3 +52,10 @@ def make_call(tenant: Tenant | None = None, **options: Any) -> Call:
 
 def make_trace() -> RequestTrace:
     return RequestTrace(NullObserver(), "req-1")
+
+
+async def eventually(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    """Wait until the condition holds; TimeoutError if it never does."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.002)

@@ -157,7 +157,7 @@ def test_template_options() -> None:
         ({"max_schema_bytes": 20}, {"structured_outputs": {"regex": "a" * 30}}),
     ],
 )
-def test_limits_name_limit_and_value(limits: dict[str, int], request_: dict[str, Any]) -> None:
+def test_limits_name_limit_and_value(limits: dict[str, Any], request_: dict[str, Any]) -> None:
     assert chat(request_) is not None
     error = refusal(request_, limits=EdgeLimits(**limits))
     assert (error.status, error.code) == (400, "limit_exceeded")

@@ -20,9 +20,9 @@ from deployments.errors import (
     PayloadLostError,
     ReplicaLostError,
 )
-from deployments.messages import GenerationStats, PrepareRequest, PreparedPrompt, SamplingParams, SequenceDelta
+from deployments.messages import GenerationStats, PreparedPrompt, PrepareRequest, SamplingParams, SequenceDelta
 from tests.fakes import FakeEngine, FakePreprocessor
-from tests.unit.app.helpers import make_call, make_pipeline, make_trace
+from tests.unit.app.helpers import eventually, make_call, make_pipeline, make_trace
 
 
 async def collect(pipeline: Pipeline, call: Call, trace: RequestTrace | None = None) -> str:
@@ -213,8 +213,7 @@ async def test_cancelling_while_waiting_for_a_delta_aborts() -> None:
     engine.pause = asyncio.Event()
     pipeline = make_pipeline(engine=engine)
     task = asyncio.create_task(collect(pipeline, make_call()))
-    while "r1" not in engine.requests:
-        await asyncio.sleep(0)
+    await eventually(lambda: "r1" in engine.requests)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

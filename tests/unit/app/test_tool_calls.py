@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 
@@ -20,7 +21,8 @@ def read(pieces: Iterable[str], parser: HermesToolParser | None = None) -> tuple
     for piece in pieces:
         events += parser.feed(piece)
     events += parser.finish()
-    content, calls = "", []
+    content = ""
+    calls: list[list[str]] = []
     for event in events:
         if isinstance(event, ContentPiece):
             assert event.text
@@ -78,7 +80,7 @@ def test_every_split_position(text: str) -> None:
 @given(st.sampled_from(list(TEXTS)), st.lists(st.integers(0, 200), max_size=8))
 def test_any_splits(text: str, cuts: list[int]) -> None:
     borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(borders)]
     assert read(pieces) == TEXTS[text]
 
 

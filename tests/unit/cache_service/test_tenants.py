@@ -76,12 +76,10 @@ def test_namespaces_are_apart_unless_shared_by_both() -> None:
         ({"limits": {"max_image_bytes": 1.5}}, "max_image_bytes must be an integer"),
         ({"limits": {"max_image_bytes": True}}, "max_image_bytes must be an integer"),
         ({"limits": {"burst_requests": 0.5}}, "burst_requests must be 1 or more"),
-        ({"limits": []}, "no keys|must be a mapping"),
+        ({"limits": [1]}, "limits must be a mapping"),
     ],
 )
 def test_mistakes_are_named_and_no_key_is_shown(changes: dict[str, Any], message: str) -> None:
-    if changes == {"limits": []}:
-        changes = {"limits": [1]}
     with pytest.raises(ValueError, match=message) as caught:
         TenantRegistry.from_mapping(document(**changes))
     assert KEY not in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -33,8 +34,8 @@ class TextPositions:
         return np.arange(start, stop, dtype=np.int32)[None]
 
 
-def config(**options: object) -> SchedulerConfig:
-    defaults: dict[str, object] = {
+def config(**options: Any) -> SchedulerConfig:
+    defaults: dict[str, Any] = {
         "max_num_batched_tokens": 64,
         "max_num_seqs": 8,
         "max_model_len": 256,
@@ -44,7 +45,7 @@ def config(**options: object) -> SchedulerConfig:
         "max_encoder_slots_per_step": 32,
         "max_encoder_patches_per_step": 128,
     }
-    return SchedulerConfig(**{**defaults, **options})  # type: ignore[arg-type]
+    return SchedulerConfig(**{**defaults, **options})
 
 
 def identity_of(picture: int) -> EmbeddingIdentity:
@@ -68,7 +69,7 @@ Part = list[int] | tuple[int, int]
 """Text tokens, or (picture number, slots)."""
 
 
-def sequence(name: str, *parts: Part, **options: object) -> Sequence:
+def sequence(name: str, *parts: Part, **options: Any) -> Sequence:
     """A sequence of text and pictures: `sequence("a", [1, 2], (5, 4), [3])`."""
     tokens: list[int] = []
     items: list[SequenceItem] = []
@@ -78,17 +79,17 @@ def sequence(name: str, *parts: Part, **options: object) -> Sequence:
             tokens += [PLACEHOLDER] * part[1]
         else:
             tokens += part
-    defaults: dict[str, object] = {"max_tokens": 4, "request_id": name.split("#")[0]}
+    defaults: dict[str, Any] = {"max_tokens": 4, "request_id": name.split("#")[0]}
     return Sequence(
         sequence_id=name,
         prompt_token_ids=tokens,
         positions=TextPositions(),
         items=tuple(items),
-        **{**defaults, **options},  # type: ignore[arg-type]
+        **{**defaults, **options},
     )
 
 
-def text(name: str, length: int, first: int = 1, **options: object) -> Sequence:
+def text(name: str, length: int, *, first: int = 1, **options: Any) -> Sequence:
     """A text sequence whose tokens count up from `first`."""
     return sequence(name, list(range(first, first + length)), **options)
 

@@ -75,7 +75,8 @@ def test_ragged_batches_equal_whole_sequences(seed: int, window: int | None) -> 
             out = batch.attend(layer, q, k, v, scale=SCALE, sliding_window=window)
             row = 0
             for c, part in zip(chunks, parts, strict=True):
-                expected = reference(*(tensor[: part.stop] for tensor in whole[c.sequence_id]), window)[part]
+                q_all, k_all, v_all = (tensor[: part.stop] for tensor in whole[c.sequence_id])
+                expected = reference(q_all, k_all, v_all, window)[part]
                 torch.testing.assert_close(out[row : row + c.num_tokens], expected, atol=1e-5, rtol=1e-5)
                 row += c.num_tokens
         for c in chunks:

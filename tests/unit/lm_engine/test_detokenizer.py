@@ -50,7 +50,7 @@ def test_any_tokens_join_to_the_whole_text(ids: list[int], skip: bool) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.text(max_size=30))
 def test_no_piece_holds_half_a_character(text: str) -> None:
-    ids = make_tokenizer_ids(text)
+    ids = encode(text)
     for decoder, kind in ((BYTE_LEVEL, ByteLevelDetokenizer), (BYTE_LEVEL, WindowDetokenizer)):
         shown = ""
         for piece in pieces(kind(decoder, skip_special_tokens=False), ids):
@@ -59,7 +59,13 @@ def test_no_piece_holds_half_a_character(text: str) -> None:
         assert shown == text
 
 
-def make_tokenizer_ids(text: str) -> list[int]:
+def id_of(token: str) -> int:
+    token_id = BYTE_LEVEL._tokenizer.token_to_id(token)
+    assert token_id is not None
+    return token_id
+
+
+def encode(text: str) -> list[int]:
     return BYTE_LEVEL._tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -79,13 +85,13 @@ def test_byte_fallback_waits_for_the_whole_character() -> None:
 
 
 def test_special_tokens_are_skipped_or_shown() -> None:
-    end = BYTE_LEVEL._tokenizer.token_to_id("<|im_end|>")
+    end = id_of("<|im_end|>")
     assert "".join(pieces(make_detokenizer(BYTE_LEVEL, skip_special_tokens=True), [end])) == ""
     assert "".join(pieces(make_detokenizer(BYTE_LEVEL, skip_special_tokens=False), [end])) == "<|im_end|>"
 
 
 def test_broken_bytes_are_not_held_for_ever() -> None:
-    tail = BYTE_LEVEL._tokenizer.token_to_id("\u0122")  # byte 0x80: continues a character that never began
+    tail = id_of("\u0122")  # byte 0x80: continues a character that never began
     shown = pieces(WindowDetokenizer(BYTE_LEVEL, skip_special_tokens=True), [tail] * 12)
     assert any(shown[:-1])
     assert "".join(shown) == "\ufffd" * 12

@@ -39,7 +39,9 @@ TEXT = list(range(1, 9))
         pytest.param([[*TEXT, 9]], [[*TEXT[:5], 0, 0, 0, 9]], 4, id="text differs in the second block"),
         pytest.param([[1, 2], (5, 6), [3]], [[1, 2], (5, 6), [3]], 8, id="same picture hits"),
         pytest.param([[1, 2], (5, 6), [3]], [[1, 2], (6, 6), [3]], 0, id="another picture, from the first block on"),
-        pytest.param([[1, 2, 3, 4], (5, 6), [3]], [[1, 2, 3, 4], (6, 6), [3]], 4, id="text before the picture is shared"),
+        pytest.param(
+            [[1, 2, 3, 4], (5, 6), [3]], [[1, 2, 3, 4], (6, 6), [3]], 4, id="text before the picture is shared"
+        ),
         pytest.param([[9], (5, 11), [1]], [[9, 9], (5, 10), [1]], 0, id="same picture at another offset in the block"),
         pytest.param([(5, 4), (6, 4), [1]], [(6, 4), (5, 4), [1]], 0, id="same pictures swapped"),
         pytest.param([(5, 4), TEXT], [(6, 4), TEXT], 0, id="text after another picture is not shared"),

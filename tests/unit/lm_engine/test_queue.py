@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 from deployments.lm_engine.queue import WaitingQueue
 from deployments.lm_engine.request import Sequence, SequenceStatus
 from tests.unit.lm_engine.host_side import sequence, text
 
 
-def waiting(name: str, serial: int, tenant: str = "", **options: object) -> Sequence:
+def waiting(name: str, serial: int, tenant: str = "", **options: Any) -> Sequence:
     seq = text(name, 4, namespace=tenant, **options)
     seq.rank = (0.0, float(serial), serial)
     return seq

@@ -40,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         whole_items=st.booleans(),
         priorities=st.booleans(),
+        prefill_limit=st.sampled_from([0, 0, 1, 4]),
         max_queue_s=st.sampled_from([0.0, 5.0]),
     )
     def start(
@@ -54,12 +55,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching: bool,
         whole_items: bool,
         priorities: bool,
+        prefill_limit: int,
         max_queue_s: float,
     ) -> None:
         self.clock = Clock()
         limits = config(
             max_num_batched_tokens=max(tokens, WORST_ITEM_SLOTS) if whole_items else tokens,
             max_num_seqs=seats,
+            max_prefill_tokens_while_decoding=prefill_limit,
             max_model_len=64,
             block_size=block_size,
             num_blocks=max(1, pool_tokens // block_size),

@@ -91,3 +91,27 @@ def tiff_claiming(width: int, height: int) -> bytes:
     for tag, kind, value in entries:
         directory += struct.pack("<HHII", tag, kind, 1, value)
     return (b"II*\0" + struct.pack("<I", 8) + directory + b"\0\0\0\0").ljust(200, b"\0") + b"\0" * 16
+
+
+def clip(
+    num_frames: int = 8,
+    fps: int = 4,
+    size: tuple[int, int] = (64, 48),
+    container: str = "mp4",
+    codec: str = "mpeg4",
+) -> bytes:
+    """A video whose frames get brighter one by one."""
+    import av
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as output:
+        stream = output.add_stream(codec, rate=fps)
+        assert isinstance(stream, av.VideoStream)
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        for index in range(num_frames):
+            level = 20 + index * 200 // max(1, num_frames)
+            frame = av.VideoFrame.from_ndarray(np.full((size[1], size[0], 3), level, np.uint8), format="rgb24")
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode())
+    return buffer.getvalue()

@@ -136,7 +136,8 @@ UNDO = {
 @pytest.mark.parametrize("orientation", UNDO)
 @pytest.mark.parametrize("picture_format", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_orientation_is_applied(decoder: ImageDecoder, picture_format: str, orientation: int) -> None:
-    stored = quarters() if UNDO[orientation] is None else quarters().transpose(UNDO[orientation])
+    method = UNDO[orientation]
+    stored = quarters() if method is None else quarters().transpose(method)
     exif = Image.Exif()
     exif[0x0112] = orientation
     options = {"quality": 95} if picture_format == "JPEG" else {"lossless": True} if picture_format == "WEBP" else {}
@@ -273,7 +274,7 @@ def test_bombs_are_refused_from_their_header(
 
 def test_webp_bomb_never_reaches_the_library(decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The WebP plugin allocates its canvas when it opens a file."""
-    monkeypatch.setattr(decode_module.Image, "open", lambda *args, **kwargs: pytest.fail("opened"))
+    monkeypatch.setattr(Image, "open", lambda *args, **kwargs: pytest.fail("opened"))
     assert refuse(decoder, pictures.webp_claiming(16000, 16000)).code == "image_too_large"
 
 

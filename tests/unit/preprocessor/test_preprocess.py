@@ -18,18 +18,18 @@ from deployments.errors import (
     PayloadLostError,
     UrlNotAllowedError,
 )
-from deployments.messages import ChatPrompt, MediaInput, PreparedPrompt, PrepareRequest, TextPrompt
+from deployments.messages import ChatPrompt, MediaInput, Modality, PreparedPrompt, PrepareRequest, Ref, TextPrompt
 from deployments.preprocessor.config import PreprocessorConfig
 from deployments.preprocessor.families.registry import load_family
-from deployments.preprocessor.picture import PictureProcessor, ProcessedPicture
+from deployments.preprocessor.media import EncodedMedia, Inspection, MediaOptions, ProcessedMedia
 from deployments.preprocessor.preprocess import PreprocessorCore
+from deployments.preprocessor.processor import MediaProcessor
 from deployments.preprocessor.prompt import PromptBuilder
-from deployments.preprocessor.resize import PixelLimits
 from deployments.preprocessor.sources import MediaSources
 from deployments.preprocessor.url_guard import FetchRules, FetchUrl
 from deployments.preprocessor.workers import ThreadWorkers
 from tests.fakes import MemoryObjectStore
-from tests.unit.preprocessor.pictures import data_uri, encoded, noise, png_claiming
+from tests.unit.preprocessor.pictures import clip, data_uri, encoded, noise, png_claiming
 
 RED = data_uri(encoded(Image.new("RGB", (100, 60), (220, 30, 30))))
 PHOTO = data_uri(encoded(noise(300, 200), "JPEG"), "image/jpeg")
@@ -59,20 +59,29 @@ class ScriptedFetcher:
 
 
 class CountingWorkers(ThreadWorkers):
-    def __init__(self, processor: PictureProcessor) -> None:
+    def __init__(self, processor: MediaProcessor) -> None:
         super().__init__(processor, 2)
-        self.probed = self.processed = 0
+        self.inspected = self.processed = 0
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def probe(self, data: bytes) -> tuple[int, int]:
-        self.probed += 1
-        return await super().probe(data)
+    async def inspect(self, modality: Modality, data: EncodedMedia, options: MediaOptions) -> Inspection:
+        self.inspected += 1
+        return await super().inspect(modality, data, options)
 
-    async def process(self, data: bytes, limits: PixelLimits) -> ProcessedPicture:
+    async def process(
+        self, modality: Modality, data: EncodedMedia, inspection: Inspection, options: MediaOptions
+    ) -> ProcessedMedia:
         self.processed += 1
         await self.gate.wait()
-        return await super().process(data, limits)
+        return await super().process(modality, data, inspection, options)
+
+
+async def reached(condition: Callable[[], bool]) -> None:
+    """Wait until something that runs concurrently has got there."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - what is watched has no event
+            await asyncio.sleep(0.001)
 
 
 class Stage:
@@ -81,7 +90,7 @@ class Stage:
     def __init__(self, folder: Path, **options: Any) -> None:
         config = PreprocessorConfig(**options)
         family = load_family(folder)
-        processor = PictureProcessor(config, family)
+        processor = MediaProcessor(config, family)
         self.store = MemoryObjectStore()
         self.fetcher = ScriptedFetcher()
         self.workers = CountingWorkers(processor)
@@ -97,12 +106,17 @@ class Stage:
             clock=lambda: self.now_s,
         )
 
+    def patches(self, ref: Ref) -> np.ndarray:
+        patches = self.store.values[ref]
+        assert isinstance(patches, np.ndarray)
+        return patches
+
     async def prepare(self, *pictures: str | MediaInput, text: str = "Which?", **options: Any) -> PreparedPrompt:
         media = tuple(
             MediaInput(modality="image", param=f"m[{i}]", url=picture) if isinstance(picture, str) else picture
             for i, picture in enumerate(pictures)
         )
-        content = [*({"type": "image"} for _ in media), {"type": "text", "text": text}]
+        content = [*({"type": item.modality} for item in media), {"type": "text", "text": text}]
         prompt = ChatPrompt(messages=({"role": "user", "content": content},))
         return await self.core.prepare(PrepareRequest(request_id="r", prompt=prompt, media=media, **options))
 
@@ -146,7 +160,7 @@ async def test_items_spans_and_patches(stage: Stage, model_folder: Path) -> None
     for item in prepared.items:
         assert set(prepared.token_ids[item.offset : item.end]) == {placeholder}
         assert item.num_patches == np.prod(item.grid) == 4 * item.num_slots
-        assert stage.store.values[item.patches].shape == (item.num_patches, 3 * 14 * 14)
+        assert stage.patches(item.patches).shape == (item.num_patches, 3 * 14 * 14)
         covered |= set(range(item.offset, item.end))
     assert covered == {i for i, token_id in enumerate(prepared.token_ids) if token_id == placeholder}
     assert set(prepared.stage_seconds) == {"tokenize", "fetch", "decode", "preprocess"}
@@ -207,7 +221,7 @@ async def test_repeat_is_not_decoded(stage: Stage) -> None:
     first = (await stage.prepare(PHOTO)).items[0]
     again = await stage.prepare(PHOTO, mm_processor_kwargs={"max_pixels": 20_000})
     repeat = (await stage.prepare(PHOTO)).items[0]
-    assert (stage.workers.probed, stage.workers.processed) == (1, 1)
+    assert (stage.workers.inspected, stage.workers.processed) == (1, 1)
     assert repeat.patches is None
     assert (repeat.identity, repeat.grid, repeat.num_slots) == (first.identity, first.grid, first.num_slots)
     assert again.cache_results == {"alias:hit": 1}
@@ -217,7 +231,7 @@ async def test_patches_can_be_made_from_a_repeat(stage: Stage) -> None:
     first = (await stage.prepare(PHOTO)).items[0]
     repeat = (await stage.prepare(PHOTO)).items[0]
     remade = await stage.core.make_patches(repeat)
-    assert np.array_equal(stage.store.values[remade], stage.store.values[first.patches])
+    assert np.array_equal(stage.patches(remade), stage.patches(first.patches))
     assert stage.core.stats().remakes == 1
 
 
@@ -251,8 +265,7 @@ async def test_same_url_in_one_request_is_fetched_once(stage: Stage) -> None:
 async def test_concurrent_requests_share_one_decode(stage: Stage) -> None:
     stage.workers.gate.clear()
     tasks = [asyncio.create_task(stage.prepare(PHOTO)) for _ in range(5)]
-    while stage.workers.probed < 5 or not stage.workers.processed:
-        await asyncio.sleep(0.001)
+    await reached(lambda: stage.workers.inspected == 5 and stage.workers.processed > 0)
     await asyncio.sleep(0.01)
     stage.workers.gate.set()
     results = await asyncio.gather(*tasks)
@@ -264,8 +277,7 @@ async def test_concurrent_requests_share_one_decode(stage: Stage) -> None:
 async def test_cancelled_request_takes_nothing_from_its_neighbour(stage: Stage) -> None:
     stage.workers.gate.clear()
     first, second = (asyncio.create_task(stage.prepare(PHOTO)) for _ in range(2))
-    while stage.workers.probed < 2 or not stage.workers.processed:
-        await asyncio.sleep(0.001)
+    await reached(lambda: stage.workers.inspected == 2 and stage.workers.processed > 0)
     await asyncio.sleep(0.01)
     first.cancel()
     stage.workers.gate.set()
@@ -278,7 +290,7 @@ async def test_uuid_stands_for_its_picture(stage: Stage) -> None:
     first = (await stage.prepare(named("u", PHOTO))).items[0]
     later = (await stage.prepare(named("u"))).items[0]
     assert later.identity == first.identity
-    assert np.array_equal(stage.store.values[await stage.core.make_patches(later)], stage.store.values[first.patches])
+    assert np.array_equal(stage.patches(await stage.core.make_patches(later)), stage.patches(first.patches))
 
 
 async def test_uuid_is_known_in_its_namespace_only(stage: Stage) -> None:
@@ -323,9 +335,10 @@ async def test_too_many_pictures(make_stage: MakeStage) -> None:
     assert "at most 2" in error.message
 
 
-async def test_videos_are_refused_by_name(stage: Stage) -> None:
+async def test_modality_that_is_switched_off(make_stage: MakeStage) -> None:
+    stage = make_stage(limit_mm_per_prompt={"image": 2})
     error = await stage.refused(MediaInput(modality="video", param="v", url=RED))
-    assert error.code == "unsupported_video"
+    assert "1 items of type video; at most 0" in error.message
 
 
 async def test_nothing_is_fetched_for_a_request_that_cannot_be_served(stage: Stage) -> None:
@@ -402,10 +415,61 @@ async def test_deadline_stops_a_fetch(stage: Stage) -> None:
 async def test_cancelling_stops_fetches(stage: Stage) -> None:
     stage.fetcher.gate.clear()
     task = asyncio.create_task(stage.prepare("http://media.test/a", "http://media.test/b"))
-    while len(stage.fetcher.fetched) < 2:
-        await asyncio.sleep(0.001)
+    await reached(lambda: len(stage.fetcher.fetched) == 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert stage.fetcher.cancelled == 2
     assert not stage.workers.processed
+
+
+# -- videos -----------------------------------------------------------------------------------------------------------
+def video(**options: Any) -> MediaInput:
+    return MediaInput(modality="video", param="v", **options)
+
+
+async def test_video_beside_a_picture(stage: Stage) -> None:
+    prepared = await stage.prepare(RED, video(url=data_uri(clip(num_frames=10, fps=5), "video/mp4")))
+    picture, item = prepared.items
+    assert item.modality == "video"
+    assert item.grid[0] == 2
+    assert item.num_slots == item.num_patches // 4
+    assert stage.patches(item.patches).shape == (item.num_patches, 3 * 2 * 14 * 14)
+    assert item.seconds_per_grid == pytest.approx(1.0)
+    assert item.offset > picture.end
+    assert picture.seconds_per_grid == 0.0
+
+
+async def test_repeated_video_is_not_decoded(stage: Stage) -> None:
+    url = data_uri(clip(num_frames=8, fps=4), "video/mp4")
+    first = (await stage.prepare(video(url=url))).items[0]
+    repeat = (await stage.prepare(video(url=url))).items[0]
+    other = (await stage.prepare(video(url=url), mm_processor_kwargs={"num_frames": 6})).items[0]
+    assert repeat.patches is None
+    assert repeat.identity == first.identity != other.identity
+    assert (first.grid[0], other.grid[0]) == (2, 3)
+    remade = await stage.core.make_patches(repeat)
+    assert np.array_equal(stage.patches(remade), stage.patches(first.patches))
+
+
+async def test_video_options_leave_pictures_alone(stage: Stage) -> None:
+    plain = (await stage.prepare(PHOTO)).items[0]
+    again = await stage.prepare(PHOTO, mm_processor_kwargs={"num_frames": 6})
+    assert again.items[0].identity == plain.identity
+    assert again.cache_results == {"alias:hit": 1}
+
+
+async def test_video_as_a_list_of_pictures(stage: Stage) -> None:
+    frames = tuple(data_uri(encoded(noise(60, 40, seed))) for seed in range(4))
+    item = (await stage.prepare(video(frames=frames))).items[0]
+    assert item.grid[0] == 2
+    repeat = (await stage.prepare(video(frames=frames))).items[0]
+    assert np.array_equal(stage.patches(await stage.core.make_patches(repeat)), stage.patches(item.patches))
+    backwards = (await stage.prepare(video(frames=frames[::-1]))).items[0]
+    assert backwards.identity != item.identity
+
+
+async def test_bad_frame_is_refused(stage: Stage) -> None:
+    frames = (data_uri(encoded(noise(60, 40))), data_uri(png_claiming(30_000, 30_000)))
+    error = await stage.refused(video(frames=frames))
+    assert (error.code, error.param) == ("image_too_large", "v")

@@ -26,7 +26,9 @@ def prompts(model_folder: Path) -> PromptBuilder:
 
 @pytest.fixture(scope="module")
 def reference(model_folder: Path) -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(str(model_folder))
+    tokenizer = AutoTokenizer.from_pretrained(str(model_folder))
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    return tokenizer
 
 
 def text(value: str) -> dict[str, str]:
@@ -194,7 +196,7 @@ def test_template_that_drops_a_picture_is_not_silent(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content if m.content is string else m.content[-1].text }}{% endfor %}"
     write_model_folder(tmp_path, template=template)
     prompts = PromptBuilder.from_folder(tmp_path, load_family(tmp_path))
-    with pytest.raises(InvalidRequestError, match="1 pictures or videos.*0 of them"):
+    with pytest.raises(InvalidRequestError, match=r"1 pictures or videos.*0 of them"):
         prompts.encode(chat(user(IMAGE, text("x"))), ["image"])
 
 

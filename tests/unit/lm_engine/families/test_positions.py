@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2_5_VLConfig, Qwen2VLConfig
@@ -16,6 +17,9 @@ from deployments.lm_engine.families.positions import MRopeRule, TextRule
 from deployments.messages import MediaItem, Modality
 
 IMAGE, VIDEO = 1, 2
+# Older releases cut the seconds of a grid step to whole ones first; training did not.
+FRACTIONS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 24)
+SECONDS = [0.25, 0.5, 1.0, 1.37, 2.0] if FRACTIONS else [1.0, 2.0, 3.0]
 
 
 def item(modality: Modality, grid: tuple[int, int, int], offset: int, seconds_per_grid: float = 0.0) -> MediaItem:
@@ -78,7 +82,7 @@ def layouts(draw: st.DrawFn, *, videos: bool) -> tuple[int, list[MediaItem]]:
         modality: Modality = "video" if videos and draw(st.booleans()) else "image"
         frames = draw(st.integers(1, 4)) if modality == "video" else 1
         grid = (frames, 2 * draw(st.integers(1, 5)), 2 * draw(st.integers(1, 5)))
-        seconds = draw(st.sampled_from([0.25, 0.5, 1.0, 1.37, 2.0]))
+        seconds = draw(st.sampled_from(SECONDS))
         items.append(item(modality, grid, offset, seconds if modality == "video" else 0.0))
         offset = items[-1].end + draw(st.integers(1, 4))
     return offset, items

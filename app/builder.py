@@ -1,0 +1,140 @@
+"""The composition root: from arguments to a bound Serve application. Nothing else in the project knows all parts.
+
+    serve run serve_configs/dev.yaml     ──▶ `import_path: app:build`, `args:` ──▶ build(args)
+
+Replica counts, CPUs and GPUs are Serve's own options: they stand in the config file's `deployments:` and win over the
+defaults bound here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.deployment import Application
+
+from app.config import AppConfig, ConfigError
+from app.deployment import Ingress, IngressOptions
+from app.model_card import ModelCard, read_model_card
+from app.settings import ApiSettings
+from cache_service.identity import EncoderFingerprint
+from deployments.checkpoint import resolve_model, weights_revision
+from deployments.colocated import ColocatedLMEngine
+from deployments.lm_engine.deployment import EngineOptions, LMEngine
+from deployments.preprocessor.build import worst_case_item
+from deployments.preprocessor.deployment import Preprocessor
+from deployments.vision_encoder.deployment import EncoderOptions, VisionEncoder
+
+# Streams are long and cheap to hold; the stages' own queues refuse what is too much, with a proper error. Serve's
+# limit only has to be out of the way.
+MAX_ONGOING_REQUESTS = 4096
+
+# One request's submit, stream and abort must reach the same replica, so they share a session and there is no fallback.
+SESSION_ROUTER = RequestRouterConfig(
+    request_router_class="ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",
+    request_router_kwargs={"num_fallback_replicas": 0},
+)
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application for a config file's `args:`.
+
+    Raises:
+        ConfigError: An option is unknown or wrong; the message names it, its value and what is allowed.
+    """
+    config = AppConfig.parse(args)
+    folder = resolve_model(config.model, config.revision, config_only=True)
+    card = read_model_card(folder, config.served_model_name or Path(config.model).name)
+    slots, patches = worst_case_item(config.preprocessor, folder)
+    _check_worst_case(config, slots, patches)
+    config = _absolute(config, folder)
+    fingerprint = EncoderFingerprint(
+        model_id=config.model,
+        weights_revision=weights_revision(folder, config.load_format),
+        dtype=config.vision_encoder.dtype,
+    )
+    preprocessor = _deployment(Preprocessor).bind(config.preprocessor, config.model, config.revision)
+    encoder_options = EncoderOptions(
+        config=config.vision_encoder, fingerprint=fingerprint, redis=config.cache.resolve(os.environ)
+    )
+    engine_options = EngineOptions(
+        config=config.lm_engine, fingerprint=fingerprint, max_item_slots=slots, max_item_patches=patches
+    )
+    others: dict[str, Application] = {}
+    engine_class = _deployment(
+        ColocatedLMEngine if config.encoder_placement == "colocated" else LMEngine,
+        name="LMEngine",
+        request_router_config=SESSION_ROUTER,
+    )
+    if config.encoder_placement == "colocated":
+        engine = engine_class.bind(engine_options, encoder_options, preprocessor)
+    else:
+        others["VisionEncoder"] = _deployment(VisionEncoder).bind(encoder_options, preprocessor)
+        engine = engine_class.bind(engine_options, others["VisionEncoder"])
+    ingress = _deployment(serve.ingress()(Ingress), name="Ingress")
+    return ingress.bind(_ingress_options(config, card), preprocessor, engine, others)
+
+
+def _deployment(cls: type, name: str | None = None, **options: Any) -> Any:
+    return serve.deployment(
+        cls,
+        name=name or cls.__name__,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        **options,
+    )
+
+
+def _check_worst_case(config: AppConfig, slots: int, patches: int) -> None:
+    """Every picture that the preprocessor lets through must fit the encoder, or it would be refused much later."""
+    encoder = config.vision_encoder
+    for name, needed in (("max_batch_patches", patches), ("max_batch_slots", slots)):
+        if getattr(encoder, name) < needed:
+            raise ConfigError(
+                f"vision_encoder.{name} is {getattr(encoder, name)}, but the largest picture needs {needed}; raise it, "
+                "or lower mm_processor_kwargs.max_pixels"
+            )
+
+
+def _absolute(config: AppConfig, folder: Path) -> AppConfig:
+    """The same configuration with a model folder that means the same in every replica's working directory."""
+    if not Path(config.model).expanduser().is_dir():
+        return config
+    model = str(folder.resolve())
+    return replace(
+        config,
+        model=model,
+        vision_encoder=replace(config.vision_encoder, model=model),
+        lm_engine=replace(config.lm_engine, model=model),
+    )
+
+
+def _ingress_options(config: AppConfig, card: ModelCard) -> IngressOptions:
+    server = config.server
+    limits: Mapping[str, Any] = (
+        {"limit_mm_per_prompt": config.limit_mm_per_prompt} if config.limit_mm_per_prompt else {}
+    )
+    return IngressOptions(
+        settings=ApiSettings(
+            served_model_name=(card.name,),
+            max_model_len=min(config.lm_engine.max_model_len or card.max_model_len, card.max_model_len),
+            vocab_size=card.vocab_size,
+            created_s=card.created_s,
+            version=importlib.metadata.version("sightline"),
+            sampling_defaults=card.sampling_defaults,
+            limits=replace(server.limits, **limits),
+            tool_call_parser=server.tool_call_parser,
+            request_timeout_s=server.request_timeout_s,
+            keep_alive_s=server.keep_alive_s,
+            cors_allow_origins=server.cors_allow_origins,
+            enable_operator_routes=server.enable_operator_routes,
+        ),
+        admission=server.admission,
+        api_keys_file=server.api_keys_file,
+        status_page=server.status_page,
+    )

@@ -1,0 +1,110 @@
+"""The Serve shim around the LM engine. Adds to async_engine.py: refs, a handle to the encoder, health, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.metrics_core import Metric
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from cache_service.identity import EncoderFingerprint
+from deployments.checkpoint import resolve_model
+from deployments.handles import EncoderHandle, RayObjectStore
+from deployments.lm_engine.build import build_engine
+from deployments.lm_engine.config import EngineConfig
+from deployments.lm_engine.engine_stats import EngineStats
+from deployments.messages import DeltaBatch, GenerateRequest
+from deployments.metrics import ReplicaMetrics, Sample
+from deployments.ports import ObjectStore, VisionEncoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    config: EngineConfig
+    fingerprint: EncoderFingerprint
+    max_item_slots: int
+    max_item_patches: int
+
+
+class LMEngine:
+    """One engine per replica, on its own thread."""
+
+    def __init__(self, options: EngineOptions, encoder: DeploymentHandle) -> None:
+        self._setup(options, EncoderHandle(encoder), RayObjectStore())
+
+    def _setup(self, options: EngineOptions, encoder: VisionEncoder, store: ObjectStore) -> None:
+        config = options.config
+        folder: Path = resolve_model(config.model, config.revision, config_only=config.load_format == "dummy")
+        context = serve.get_replica_context()
+        self._metrics = ReplicaMetrics(context.deployment, context.replica_id.unique_id, self._samples)
+        self._stats: EngineStats | None = None
+        self._engine = build_engine(
+            config,
+            folder,
+            encoder=encoder,
+            store=store,
+            fingerprint=options.fingerprint,
+            max_item_slots=options.max_item_slots,
+            max_item_patches=options.max_item_patches,
+        )
+        self._engine.start()
+
+    async def submit(self, request: GenerateRequest) -> None:
+        await self._engine.submit(request)
+
+    async def stream(self, request_id: str) -> AsyncIterator[DeltaBatch]:
+        async for batch in self._engine.stream(request_id):
+            yield batch
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def reset_prefix_cache(self) -> int:
+        return await self._engine.reset_prefix_cache()
+
+    async def ready(self) -> None:
+        self._engine.check_health()
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica if this raises."""
+        self._engine.check_health()
+
+    async def metrics(self) -> list[Metric]:
+        self._stats = await self._engine.stats()
+        return self._metrics.collect()
+
+    def _samples(self) -> Iterator[Sample]:
+        if self._stats is not None:
+            yield from engine_samples(self._stats)
+
+
+def engine_samples(stats: EngineStats) -> Iterator[Sample]:
+    """The engine's counters under their metric names."""
+    s = stats.scheduler
+    yield from (("budget_rejections_total", key, count) for key, count in s.denials.items())
+    yield "scheduler_requests", ("running",), s.running
+    yield "scheduler_requests", ("waiting",), s.waiting
+    reusable = min(s.blocks_cached, s.blocks_total - s.blocks_used)
+    yield "kv_blocks", ("used",), s.blocks_used
+    yield "kv_blocks", ("cached",), reusable
+    yield "kv_blocks", ("free",), s.blocks_total - s.blocks_used - reusable
+    used = s.slots_held + s.slots_ahead
+    yield "embedding_slots", ("used",), used
+    yield "embedding_slots", ("cached",), s.slots_idle
+    yield "embedding_slots", ("free",), s.slots_total - used - s.slots_idle
+    yield "preemptions_total", (), s.preemptions
+    yield "prompt_tokens_total", ("computed",), stats.prompt_tokens_computed
+    yield "prompt_tokens_total", ("cached",), stats.prompt_tokens_cached
+    yield "generated_tokens_total", (), stats.generated_tokens
+    yield "engine_steps_total", (), stats.steps
+    yield "engine_step_failures_total", (), stats.step_faults
+    yield "cache_lookups_total", ("lm_embeddings", "hit"), s.embed_hits
+    yield "cache_lookups_total", ("lm_embeddings", "miss"), s.encode_starts
+    yield "cache_lookups_total", ("prefix", "hit"), s.prefix_hit_tokens
+    yield "cache_lookups_total", ("prefix", "miss"), s.prefix_query_tokens - s.prefix_hit_tokens
+    yield "cache_evictions_total", ("lm_embeddings",), s.embed_evictions
+    yield "cache_evictions_total", ("prefix",), s.block_evictions
+    yield "cache_bytes", ("lm_embeddings",), stats.embed_bytes

@@ -1,0 +1,144 @@
+"""Captured forward passes at a ladder of budgets, for one path of any adapter. Knows no model names.
+
+    items ──fill──▶ static input buffers of budget B ──replay──▶ static output ──copy out──▶ rows per item
+
+All budgets of all paths record into one memory pool, largest first, so that smaller ones reuse its blocks. A replay
+therefore overwrites what any earlier replay left: results are copied out before anything else runs on the stream, and
+no tensor that a graph reads or writes is handed to anybody.
+
+Without capture (CPU) the same buffers, padding and slicing are used and the forward pass is simply called.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deployments.vision_encoder.adapters.base import VisionAdapter, VisionItem
+from deployments.vision_encoder.forward import InputBuffers, split_rows
+from deployments.vision_encoder.packing import Budget, Capacity
+
+logger = logging.getLogger(__name__)
+
+Measure = Callable[[Callable[[], object]], float]
+"""Seconds that one call takes, device work included."""
+
+_WARM_UP_CALLS = 2
+
+
+@dataclass(slots=True)
+class _Captured:
+    """One budget. Holds every tensor its graph touches: the graph itself keeps addresses, not references."""
+
+    inputs: InputBuffers
+    graph: torch.cuda.CUDAGraph | None
+    output: torch.Tensor | None
+    """Static result of the graph; None without capture."""
+
+
+class GraphManager:
+    """The ladder of one path.
+
+    Args:
+        capacities: Budgets to prepare, in any order.
+        capture: Record CUDA graphs; False calls the forward pass on the same static buffers.
+        pool: Memory pool to share with other paths (`torch.cuda.graph_pool_handle()`), or None.
+    """
+
+    def __init__(
+        self,
+        adapter: VisionAdapter,
+        path: str,
+        capacities: Sequence[Capacity],
+        *,
+        capture: bool,
+        pool: Any = None,
+    ) -> None:
+        if capture and not adapter.capturable:
+            raise ValueError("the attention backend reads from the host; it cannot be captured in a CUDA graph")
+        self._adapter, self.path, self._capture, self._pool = adapter, path, capture, pool
+        self._capacities = sorted(capacities, key=lambda capacity: capacity.slots)
+        self._captured: dict[int, _Captured] = {}
+        self.budgets: tuple[Budget, ...] = ()
+        """What may be replayed, ascending; empty until `prepare`."""
+
+    @property
+    def mode(self) -> str:
+        return "graph" if self._capture else "static"
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(captured.inputs.nbytes for captured in self._captured.values())
+
+    @torch.inference_mode()
+    def prepare(
+        self,
+        measure: Measure,
+        eager_cost_s: Callable[[int], float] | None = None,
+        progress: Callable[[Iterable[Capacity]], Iterable[Capacity]] = iter,
+    ) -> None:
+        """Capture and time every budget, largest first. A budget slower than eager at its own size is switched off.
+
+        Args:
+            eager_cost_s: Measured eager seconds by slots; None keeps every budget.
+            progress: Wraps the budgets as they are captured, such as a progress bar.
+        """
+        budgets = []
+        for capacity in progress(list(reversed(self._capacities))):
+            captured = self._prepare_one(capacity)
+            cost_s = measure(lambda captured=captured: self._launch(captured))  # type: ignore[misc]
+            eager_s = eager_cost_s(capacity.slots) if eager_cost_s else float("inf")
+            if cost_s > eager_s:
+                logger.warning(
+                    "path %s: budget of %d slots is off: its graph takes %.2f ms, an eager pass %.2f ms",
+                    self.path,
+                    capacity.slots,
+                    cost_s * 1e3,
+                    eager_s * 1e3,
+                )
+                continue
+            self._captured[capacity.slots] = captured
+            budgets.append(Budget(capacity, cost_s))
+        self.budgets = tuple(reversed(budgets))
+
+    @torch.inference_mode()
+    def run(self, items: Sequence[VisionItem], budget_slots: int) -> list[torch.Tensor]:
+        """Rows of each item, in order, in memory of their own. The items must fit the budget in every dimension."""
+        captured = self._captured[budget_slots]
+        captured.inputs.fill(items)
+        output = self._launch(captured)
+        used = split_rows(self._adapter, self.path, items, output)
+        # One copy of the used rows: the static output belongs to the next replay.
+        sizes = [len(rows) for rows in used]
+        return list(output[: sum(sizes)].clone().split(sizes))
+
+    def _launch(self, captured: _Captured) -> torch.Tensor:
+        if captured.graph is None or captured.output is None:
+            return self._forward(captured.inputs)
+        captured.graph.replay()
+        return captured.output
+
+    def _forward(self, inputs: InputBuffers) -> torch.Tensor:
+        # The host-side bound of an attention run is part of the capture, so it is the most that the budget can hold.
+        return self._adapter.forward(self.path, inputs.device, inputs.capacity.patches)
+
+    def _prepare_one(self, capacity: Capacity) -> _Captured:
+        inputs = InputBuffers(self._adapter, self.path, capacity)
+        inputs.fill(self._adapter.sample_items(self.path, capacity.slots, capacity.slots))
+        if not self._capture:
+            return _Captured(inputs, None, None)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP_CALLS):  # libraries choose kernels and allocate workspaces before capture
+                self._forward(inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = self._forward(inputs)
+        return _Captured(inputs, graph, output)
