@@ -115,34 +115,37 @@ def parse_json(body: bytes, limits: EdgeLimits) -> dict[str, Any]:
         raise InvalidRequestError("The request body is empty; a JSON object is needed.", code="invalid_json")
     num_values = body.count(b",") + body.count(b"[") + body.count(b"{")
     if num_values > limits.max_json_values:
-        raise InvalidRequestError(
-            f"The request body has too many values: up to {num_values}, the limit is {limits.max_json_values}.",
-            code="json_too_complex",
-        )
+        raise _too_complex(f"has too many values: up to {num_values}, the limit is {limits.max_json_values}")
     try:
         value = orjson.loads(body)
     except ValueError as error:
         raise _json_error(body, error) from None
     if not isinstance(value, dict):
         raise InvalidRequestError("The request body must be a JSON object.", code="invalid_json")
-    _check_depth(value, limits.max_json_depth)
+    _check_containers(value, limits)
     return value
 
 
-def _check_depth(value: object, limit: int) -> None:
+def _check_containers(value: object, limits: EdgeLimits) -> None:
+    """Walks level by level and gives up as soon as a limit is passed, so that its own cost is bounded."""
     level: list[object] = [value]
-    depth = 0
+    depth = num_containers = 0
     while level:
         depth += 1
-        if depth > limit:
-            raise InvalidRequestError(
-                f"The request body is nested deeper than {limit} levels.", code="json_too_complex"
-            )
+        num_containers += len(level)
+        if depth > limits.max_json_depth:
+            raise _too_complex(f"is nested deeper than {limits.max_json_depth} levels")
+        if num_containers > limits.max_json_containers:
+            raise _too_complex(f"has more than {limits.max_json_containers} arrays and objects")
         inner: list[object] = []
         for container in level:
             children = container.values() if isinstance(container, dict) else container
             inner.extend(c for c in children if isinstance(c, dict | list))  # type: ignore[attr-defined]
         level = inner
+
+
+def _too_complex(what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"The request body {what}.", code="json_too_complex")
 
 
 def _json_error(body: bytes, error: ValueError) -> InvalidRequestError:

@@ -19,6 +19,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 INT64 = 2**63
+MAX_FIELDS = 256
+"""Fields of one object whose fields this API defines."""
 
 
 def invalid(message: str, code: str = "invalid_value") -> PydanticCustomError:
@@ -43,6 +45,8 @@ class Lenient(BaseModel):
     def _drop_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
+        if len(data) > MAX_FIELDS:  # Each unknown one would become an error of its own.
+            raise invalid(f"An object has {len(data)} fields, the limit is {MAX_FIELDS}.", "json_too_complex")
         kept: dict[str, Any] = {}
         for name, value in data.items():
             if value is None:
@@ -159,6 +163,7 @@ def _known_part(value: Any) -> Any:
 
 Content = Annotated[
     list[Annotated[Annotated[ContentPart, Field(discriminator="type")], BeforeValidator(_known_part)]],
+    Field(fail_fast=True),
     BeforeValidator(_split_content, json_schema_input_type=str | list[ContentPart]),
 ]
 
@@ -208,7 +213,7 @@ class UserMessage(Message):
 class AssistantMessage(Message):
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: list[ToolCall] = []
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = []
     refusal: str | None = None
     reasoning_content: str | None = None
 
@@ -379,9 +384,10 @@ class Generation(Lenient):
     seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
+        Field(fail_fast=True),
         BeforeValidator(_list_of_one, json_schema_input_type=str | list[str]),
     ] = []
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)] = []
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -422,12 +428,12 @@ def at(param: str, message: str, code: str = "invalid_value") -> PydanticCustomE
 
 
 class ChatTemplateOptions(Lenient):
-    tools: list[Tool] = []
+    tools: Annotated[list[Tool], Field(fail_fast=True)] = []
     chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     mm_processor_kwargs: dict[str, Any] = {}
-    messages: list[Annotated[AnyMessage, Field(discriminator="role")]] = Field(min_length=1)
+    messages: Annotated[list[Annotated[AnyMessage, Field(discriminator="role")]], Field(min_length=1, fail_fast=True)]
 
     @model_validator(mode="after")
     def _prompt_ends_once(self) -> ChatTemplateOptions:

@@ -64,6 +64,10 @@ class Call:
     cache_salt: str = ""
     priority: int = 0
 
+    def without_payload(self) -> Call:
+        """The same call once it cannot be tried again: its texts and media, which may be large, are let go."""
+        return replace(self, prompt=TextPrompt(), media=())
+
 
 class Pipeline:
     """One per ingress replica.
@@ -104,7 +108,7 @@ class Pipeline:
     ) -> AsyncGenerator[DeltaBatch, None]:
         """Deltas until each of `sampling.n` choices has finished, in batches as the engine hands them out.
 
-        `on_prepared` is called once, when the request's media need not be kept any longer. Raises SightlineErrors; an
+        `on_prepared` is called once, when the request's media are not kept any longer. Raises SightlineErrors; an
         error before the first batch means that nothing of the answer exists yet.
         """
         deadline = self._deadline(trace)
@@ -121,7 +125,7 @@ class Pipeline:
                     async with aclosing(self._run(request, deadline)) as batches:
                         async for batch in batches:
                             if not started:
-                                started = True
+                                started, call = True, call.without_payload()
                                 on_prepared()
                             trace.on_deltas(batch)
                             yield batch

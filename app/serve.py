@@ -162,17 +162,22 @@ class LocalServer:
 def run_until_signalled(server: LocalServer, start_timeout_s: float) -> int:
     """Start, serve until SIGINT or SIGTERM, stop gracefully; the exit code."""
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    _on_signal(stop)
     try:
         server.start(start_timeout_s, cancelled=stop)
     except StartError as exc:
         log.error("%s", exc)
         return EXIT_START_FAILED
+    _on_signal(stop)  # once more: connecting to Ray has replaced the handlers by ones that end the process at once
     stop.wait()
     log.info("stopping: requests in flight finish first")
     server.stop()
     return 0
+
+
+def _on_signal(stop: threading.Event) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import operator
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NewType, SupportsIndex
 
 from blake3 import blake3
 
@@ -69,13 +69,9 @@ def _append(parts: list[bytes], hasher: blake3, value: Field) -> None:
             raise ValueError(f"NaN cannot be part of a key: {value = }")
         parts.append(b"d" + struct.pack("<d", value + 0.0))
     elif isinstance(value, str):
-        # Lone surrogates can come out of a caller's JSON: they are as good a salt or uuid as any.
-        raw = value.encode("utf-8", "surrogatepass")
-        parts.append(b"s" + struct.pack("<Q", len(raw)) + raw)
+        parts.append(_str_field(value))
     elif hasattr(value, "__index__"):
-        number = operator.index(value)  # type: ignore[arg-type]
-        raw = number.to_bytes((number.bit_length() + 8) // 8, "little", signed=True)
-        parts.append(b"i" + struct.pack("<Q", len(raw)) + raw)
+        parts.append(_int_field(value))  # type: ignore[arg-type]
     else:
         view = memoryview(value).cast("B")  # type: ignore[arg-type]
         parts.append(b"b" + struct.pack("<Q", view.nbytes))
@@ -224,8 +220,31 @@ def block_key(
         adapter: LoRA or similar weights on the language model; empty if none.
         cache_salt: Namespace and caller's salt: nothing is shared across different salts.
     """
-    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
-    flat: list[Field] = []
+    # The bytes of _digest("kv", (parent, packed tokens, [identity, offset, ...], adapter, cache_salt)), put together
+    # without its detours: a long prompt makes hundreds of keys within one engine step.
+    parts = [_KV_HEAD, b"n" if parent is None else _bytes_field(parent)]
+    parts.append(_bytes_field(struct.pack(f"<{len(token_ids)}I", *token_ids)))
+    parts.append(b"(" + struct.pack("<Q", 2 * len(items)))
     for identity, offset in items:
-        flat += (identity, offset)
-    return BlockKey(_digest("kv", (parent, packed, flat, adapter, cache_salt)))
+        parts += (_bytes_field(identity), _int_field(offset))
+    parts += (_str_field(adapter), _str_field(cache_salt))
+    return BlockKey(blake3(b"".join(parts)).digest())
+
+
+def _bytes_field(value: bytes) -> bytes:
+    return b"b" + struct.pack("<Q", len(value)) + value
+
+
+def _int_field(value: SupportsIndex) -> bytes:
+    number = operator.index(value)
+    raw = number.to_bytes((number.bit_length() + 8) // 8, "little", signed=True)
+    return b"i" + struct.pack("<Q", len(raw)) + raw
+
+
+def _str_field(value: str) -> bytes:
+    # Lone surrogates can come out of a caller's JSON: they are as good a salt or uuid as any.
+    raw = value.encode("utf-8", "surrogatepass")
+    return b"s" + struct.pack("<Q", len(raw)) + raw
+
+
+_KV_HEAD = _str_field("kv") + _int_field(SCHEMA_VERSION)

@@ -89,6 +89,7 @@ class RedisLink(Generic[ClientT]):
         self._clock = clock
         self._slots = asyncio.Semaphore(connections)
         self._probe: asyncio.Task[bool] | None = None
+        self._dropping: set[asyncio.Task[None]] = set()
         self._probed = False  # whether a first probe has ended
         self._reported_down = False
         self._log_due_s = clock()
@@ -144,7 +145,8 @@ class RedisLink(Generic[ClientT]):
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.wait({self._probe})
-        await self._drop(self._client)
+        self._drop_soon(self._client)
+        await asyncio.wait(self._dropping)
 
     async def _await_first_probe(self, timeout_s: float) -> None:
         """With the breaker open: start a probe if one is due, and fail. Only the very first calls of a process wait for
@@ -164,8 +166,8 @@ class RedisLink(Generic[ClientT]):
 
     async def _run_probe(self) -> bool:
         if self._probed:
-            lost, self._client = self._client, self._connect()
-            await self._drop(lost)
+            self._drop_soon(self._client)
+            self._client = self._connect()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 # At the same time, so that each takes a connection of its own.
@@ -182,6 +184,11 @@ class RedisLink(Generic[ClientT]):
             self._reported_down = False
             logger.warning("cache tier %s: server answers again", self._name)
         return True
+
+    def _drop_soon(self, client: ClientT) -> None:
+        task = asyncio.ensure_future(self._drop(client))
+        self._dropping.add(task)
+        task.add_done_callback(self._dropping.discard)
 
     async def _drop(self, client: ClientT) -> None:
         try:

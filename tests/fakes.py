@@ -47,16 +47,19 @@ class MemoryObjectStore:
 
 
 class FakePreprocessor:
-    """Answers every prompt with the same token ids and no items, and counts calls."""
+    """Answers every prompt with the same token ids and no items, and counts calls. Waits on `gate` if set."""
 
     def __init__(self, token_ids: tuple[int, ...] = (1, 2, 3), items: tuple[MediaItem, ...] = ()) -> None:
         self.token_ids, self.items = token_ids, items
         self.requests: list[PrepareRequest] = []
         self.error: Exception | None = None
+        self.gate: asyncio.Event | None = None
 
     async def prepare(self, request: PrepareRequest) -> PreparedPrompt:
         self.requests.append(request)
         await asyncio.sleep(0)
+        if self.gate is not None:
+            await self.gate.wait()
         if self.error is not None:
             raise self.error
         return PreparedPrompt(token_ids=self.token_ids, items=self.items)

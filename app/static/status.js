@@ -2,6 +2,7 @@
 /* Asks /v1/chat/completions as a stream and shows what /metrics says meanwhile. Text only ever becomes text nodes. */
 (() => {
   const POLL_MS = 2000, POLL_AFTER_FAILURE_MS = 10000, SETTLE_MS = 300, SETTLE_TRIES = 10;
+  const CHAT = "/v1/chat/completions";
   const STAGES = ["admission", "fetch", "decode", "preprocess", "queue", "encode", "transfer", "prefill", "generation"];
   const el = (id) => document.getElementById(id);
   const make = (tag, text, attributes = {}) => {
@@ -53,10 +54,11 @@
     return new Map(grown.filter(([, value]) => value > 0));
   }
 
+  let latest = null;
   async function scrape() {
     const answer = await fetch("metrics", { cache: "no-store" });
     if (!answer.ok) throw new Error(`/metrics answered ${answer.status}`);
-    return parseMetrics(await answer.text());
+    return (latest = parseMetrics(await answer.text()));
   }
 
   // ---- Server-sent events: the `data` of each event
@@ -169,13 +171,11 @@
   async function ask() {
     const seen = { started: performance.now(), first: null, last: null, usage: null, finish: null, extra: {} };
     running = new AbortController();
-    const before = await scrape().catch(() => null);
-    seen.started = performance.now();
-    const answer = await fetch("v1/chat/completions", {
+    const before = latest;
+    const answer = await fetch(CHAT.slice(1), {
       method: "POST", body: requestBody(), signal: running.signal,
       headers: { "Content-Type": "application/json", ...headers() },
     });
-    seen.id = answer.headers.get("x-request-id");
     if (!answer.ok) throw new Error(await refusal(answer));
     let ended = false;
     for await (const data of events(answer.body)) {
@@ -204,7 +204,7 @@
   function showFigures(seen) {
     const details = seen.usage?.prompt_tokens_details ?? {};
     const tokens = seen.usage?.completion_tokens;
-    const between = tokens > 1 && seen.first !== null ? (seen.last - seen.first) / 1000 / (tokens - 1) : null;
+    const between = tokens > 1 && seen.last > seen.first ? (seen.last - seen.first) / 1000 / (tokens - 1) : null;
     const figures = [
       ["First text", seen.first === null ? null : seconds((seen.first - seen.started) / 1000)],
       ["Between tokens", between === null ? null : seconds(between)],
@@ -227,7 +227,7 @@
     for (let tries = 0; before && tries < SETTLE_TRIES && requests < 1; tries++) {
       if (tries) await new Promise((resolve) => setTimeout(resolve, SETTLE_MS));
       after = await scrape().catch(() => after);
-      requests = after ? growth(before, after, "request_seconds_count").get("") ?? 0 : 0;
+      requests = after ? growth(before, after, "request_seconds_count", "endpoint").get(CHAT) ?? 0 : 0;
     }
     const gained = (name, ...by) => (before && after ? growth(before, after, name, ...by) : new Map());
     const others = requests > 1 ? `Mean of ${count(requests)} requests that ended meanwhile.` : "From the server's metrics.";

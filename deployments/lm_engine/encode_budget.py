@@ -157,14 +157,13 @@ class EncodeBudget:
     # -- a chunk -------------------------------------------------------------------------------------------------------
     @staticmethod
     def slices(sequence: Sequence, start: int, stop: int) -> tuple[EmbedSlice, ...]:
-        """Rows of the sequence's embeddings that stand at positions [start, stop)."""
+        """Rows of the sequence's embeddings that stand at positions [start, stop); `start` is what is computed."""
         slices = []
         for item in sequence.items[sequence.first_item :]:
             if item.offset >= stop:
                 break
             first, last = max(start, item.offset), min(stop, item.end)
-            if first < last:
-                slices.append(EmbedSlice(item.identity, first - start, first - item.offset, last - first))
+            slices.append(EmbedSlice(item.identity, first - start, first - item.offset, last - first))
         return tuple(slices)
 
     # -- inside --------------------------------------------------------------------------------------------------------

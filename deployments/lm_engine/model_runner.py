@@ -117,5 +117,5 @@ def _sampling_rows(chunks: Iterable[SequenceChunk]) -> np.ndarray:
     for chunk in chunks:
         row += chunk.num_tokens
         if chunk.samples:
-            rows.append(row - chunk.num_tokens)
+            rows.append(row - 1)
     return np.asarray(rows, np.int64)

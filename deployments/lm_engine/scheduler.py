@@ -13,7 +13,6 @@ slots: encode_budget.py), and whoever is denied blocks in the queue lets nobody 
 
 from __future__ import annotations
 
-import heapq
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
@@ -22,12 +21,14 @@ from cache_service.identity import EmbeddingIdentity
 from deployments.errors import DeadlineError, InternalError, InvalidRequestError, OverloadedError, SightlineError
 from deployments.lm_engine.admission import QueueState, ServiceRate, find_denial, find_misfit, retry_after_s
 from deployments.lm_engine.config import SchedulerConfig
+from deployments.lm_engine.deadlines import Deadlines
 from deployments.lm_engine.embed_cache import EmbedCache
 from deployments.lm_engine.encode_budget import EncodeBudget
 from deployments.lm_engine.kv_manager import KVManager
 from deployments.lm_engine.plan import SampledToken, SequenceChunk, StepPlan
 from deployments.lm_engine.queue import WaitingQueue
 from deployments.lm_engine.request import Rank, Sequence, SequenceStatus
+from deployments.lm_engine.siblings import Siblings
 from deployments.lm_engine.stats import DenialCounter, SchedulerStats
 from deployments.messages import FinishReason, GenerateRequest
 
@@ -96,12 +97,10 @@ class Scheduler:
         """Sorted by rank."""
         self._sequences: dict[str, Sequence] = {}
         """All that have not finished, by id."""
-        self._leaders: dict[str, Sequence] = {}
-        """By request id: the choice whose prompt the others of the request wait for."""
-        self._followers: dict[str, list[Sequence]] = {}
+        self._siblings = Siblings()
+        self._deadlines = Deadlines(self._sequences)
         self._goes_first: Sequence | None = None
         """Denied an item that must not be split; in the next step it comes before the decodes."""
-        self._deadlines: list[tuple[float, int, str]] = []
         self._ended: list[Sequence] = []
         """Ended by a deadline since the last update."""
         self._service_rate = ServiceRate()
@@ -151,11 +150,7 @@ class Scheduler:
             sequence.deadline_s = sequence.arrival_s + self.config.request_timeout_s
         self._sequences[sequence.sequence_id] = sequence
         self._watch_deadlines(sequence)
-        leader = self._leaders.get(sequence.request_id)
-        if leader is not None and self._kv.caches_prefixes:
-            self._followers.setdefault(sequence.request_id, []).append(sequence)
-        else:
-            self._leaders[sequence.request_id] = sequence
+        if not (self._kv.caches_prefixes and self._siblings.join(sequence)):
             self._waiting.push(sequence)
 
     def abort(self, sequence_id: str, reason: FinishReason = "abort") -> Sequence | None:
@@ -220,8 +215,9 @@ class Scheduler:
                 self._encodes.release_computed(sequence)
             if stop // block_size > start // block_size:
                 self._kv.commit(sequence)
-            if self._followers and stop >= sequence.num_prompt_tokens:
-                self._release_followers(sequence)
+            if self._siblings.any_waiting and stop >= sequence.num_prompt_tokens:
+                for sibling in self._siblings.release(sequence):
+                    self._waiting.push(sibling)
             if chunk.samples and self._append(sequence, tokens.get(chunk.sequence_id), finished):
                 ended.append(sequence)
         return ended
@@ -251,7 +247,7 @@ class Scheduler:
         if requester is not None and requester not in guilty:
             guilty.append(requester)
         requests = {sequence.request_id for sequence in guilty}
-        guilty += [follower for request_id in requests for follower in self._followers.pop(request_id, ())]
+        guilty += [follower for request_id in requests for follower in self._siblings.take_followers(request_id)]
         for sequence in holders:
             self._encodes.release_from(sequence, identity)
         self._embeds.discard(identity)
@@ -302,7 +298,7 @@ class Scheduler:
         uses: dict[int, int] = {}
         holds: dict[EmbeddingIdentity, int] = {}
         for sequence in self._sequences.values():
-            assert sequence.sequence_id in self._waiting or sequence.status is _RUNNING or self._is_follower(sequence)
+            assert sequence.sequence_id in self._waiting or sequence.status is _RUNNING or sequence in self._siblings
             assert sequence.status is _RUNNING or not sequence.block_ids, "a waiting sequence holds blocks"
             assert sequence.status is _RUNNING or not sequence.held_end, "a waiting sequence holds embeddings"
             for block in sequence.block_ids:
@@ -379,13 +375,16 @@ class Scheduler:
         return stop
 
     def _make_room(self, sequence: Sequence, num_tokens: int, step: _Step) -> bool:
-        """Blocks for positions [0, num_tokens), taken from younger sequences if need be."""
+        """Blocks for positions [0, num_tokens), taken from younger sequences if need be.
+
+        Without any younger one it keeps its blocks and waits: those that have the rest are older, and end. But it
+        must not keep embeddings then: an older one may wait for their slots, having the blocks that this one lacks.
+        """
         while not self._kv.can_allocate(sequence, num_tokens):
             victim = self._find_victim(sequence)
             if victim is None:
                 self._denials.deferred("kv_blocks")
                 step.blocks_denied = True
-                # An older sequence may wait for the slots that this one cannot use up now.
                 if sequence.held_end > sequence.first_item:
                     self._preempt(sequence, step)
                 return False
@@ -416,7 +415,7 @@ class Scheduler:
     # -- waiting sequences ---------------------------------------------------------------------------------------------
     def _schedule_waiting(self, step: _Step, now: float) -> None:
         if step.preempted or step.blocks_denied:
-            return
+            return  # what was just taken from one must not go to another
         passed_over: list[Sequence] = []
         while step.tokens_left and len(passed_over) < MAX_OVERTAKEN:
             if len(self._running) >= self.config.max_num_seqs:
@@ -540,30 +539,9 @@ class Scheduler:
         self._waiting.charge(sequence.namespace, output_tokens=sequence.num_output_tokens)
         sequence.status = status
         sequence.finish_reason, sequence.stop_reason, sequence.error = reason, stop_reason, error
-        self._replace_leader(sequence)
-
-    # -- choices of one request ----------------------------------------------------------------------------------------
-    def _is_follower(self, sequence: Sequence) -> bool:
-        return sequence in self._followers.get(sequence.request_id, ())
-
-    def _release_followers(self, leader: Sequence) -> None:
-        """The leader's prompt is in the prefix cache: its request's other choices may queue for it."""
-        if self._leaders.get(leader.request_id) is leader:
-            for follower in self._followers.pop(leader.request_id, ()):
-                self._waiting.push(follower)
-
-    def _replace_leader(self, sequence: Sequence) -> None:
-        """A choice has ended: if others waited for its prompt, the first of them computes it."""
-        followers = self._followers.get(sequence.request_id)
-        if followers and sequence in followers:
-            followers.remove(sequence)
-        if self._leaders.get(sequence.request_id) is sequence:
-            del self._leaders[sequence.request_id]
-            if followers:
-                successor = self._leaders[sequence.request_id] = followers.pop(0)
-                self._waiting.push(successor)
-        if followers is not None and not followers:
-            del self._followers[sequence.request_id]
+        successor = self._siblings.leave(sequence)
+        if successor is not None:
+            self._waiting.push(successor)
 
     # -- time ----------------------------------------------------------------------------------------------------------
     def _rank(self, sequence: Sequence) -> Rank:
@@ -575,22 +553,12 @@ class Scheduler:
 
     def _watch_deadlines(self, sequence: Sequence) -> None:
         if self.config.max_queue_s:
-            self._push_deadline(sequence.arrival_s + self.config.max_queue_s, sequence)
+            self._deadlines.watch(sequence.arrival_s + self.config.max_queue_s, sequence)
         if sequence.deadline_s is not None:
-            self._push_deadline(sequence.deadline_s, sequence)
-        if len(self._deadlines) > 4 * len(self._sequences) + 1024:
-            self._deadlines = [entry for entry in self._deadlines if entry[2] in self._sequences]
-            heapq.heapify(self._deadlines)
-
-    def _push_deadline(self, when_s: float, sequence: Sequence) -> None:
-        heapq.heappush(self._deadlines, (when_s, sequence.rank[2], sequence.sequence_id))
+            self._deadlines.watch(sequence.deadline_s, sequence)
 
     def _end_expired(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, serial, sequence_id = heapq.heappop(self._deadlines)
-            sequence = self._sequences.get(sequence_id)
-            if sequence is None or sequence.rank[2] != serial:
-                continue
+        for sequence in self._deadlines.due(now):
             if sequence.deadline_s is not None and sequence.deadline_s <= now:
                 self._expire(sequence, DeadlineError("the request's deadline passed before it was finished"))
             elif sequence.first_scheduled_s is None:

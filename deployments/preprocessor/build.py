@@ -6,10 +6,11 @@ from pathlib import Path
 
 from deployments.ports import ObjectStore
 from deployments.preprocessor.config import FetchConfig, PreprocessorConfig
+from deployments.preprocessor.families.base import Family
 from deployments.preprocessor.families.registry import load_family
 from deployments.preprocessor.fetch import MediaFetcher, Resolver, resolve
-from deployments.preprocessor.mm_options import server_pixel_limits
-from deployments.preprocessor.preprocess import PreprocessorCore
+from deployments.preprocessor.isolation import ProcessWorkers
+from deployments.preprocessor.preprocess import PreprocessorCore, max_item_slots
 from deployments.preprocessor.processor import MediaProcessor
 from deployments.preprocessor.prompt import PromptBuilder
 from deployments.preprocessor.sources import MediaSources
@@ -33,18 +34,17 @@ def build_preprocessor(
         family=family,
         prompts=PromptBuilder.from_folder(folder, family),
         processor=processor,
-        workers=_workers(config, processor),
+        workers=_workers(config, processor, family),
         sources=MediaSources(rules, MediaFetcher(config.fetch, rules, resolver=resolver), config.source_cache_bytes),
         store=store,
     )
 
 
 def worst_case_item(config: PreprocessorConfig, folder: Path) -> tuple[int, int]:
-    """(slots, patches) of the largest picture that the preprocessor of this model lets through."""
+    """(slots, patches) of the largest picture or video that the preprocessor of this model lets through."""
     family = load_family(folder)
-    geometry = family.geometry
-    slots = server_pixel_limits(config.mm_processor_kwargs, family.limits).max_pixels // geometry.cell**2
-    return slots, slots * geometry.merge_size**2
+    slots = max_item_slots(config, family)
+    return slots, slots * family.geometry.merge_size**2
 
 
 def fetch_rules(config: FetchConfig) -> FetchRules:
@@ -55,5 +55,7 @@ def fetch_rules(config: FetchConfig) -> FetchRules:
     )
 
 
-def _workers(config: PreprocessorConfig, processor: MediaProcessor) -> DecodeWorkers:
+def _workers(config: PreprocessorConfig, processor: MediaProcessor, family: Family) -> DecodeWorkers:
+    if config.decode_isolation == "process":
+        return ProcessWorkers.for_model(config, family)
     return ThreadWorkers(processor, config.decode_threads)

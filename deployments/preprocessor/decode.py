@@ -116,7 +116,7 @@ class ImageDecoder:
             upright = _apply_orientation(image)
             return _decoded(_to_rgb(upright, self._background))
         except MemoryError:
-            raise MediaError("the picture needs more memory than one request may use", code="image_too_large") from None
+            raise _out_of_memory() from None
         finally:
             image.close()
 
@@ -137,7 +137,7 @@ class ImageDecoder:
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as exc:
             raise self._too_large(str(exc)) from None
         except MemoryError:
-            raise
+            raise _out_of_memory() from None
         except Exception:  # Pillow's plugins raise OSError, ValueError, SyntaxError, struct.error, KeyError and more
             raise _invalid(len(data)) from None
         self._check_size(*image.size)
@@ -166,6 +166,10 @@ def _load(image: ImageFile.ImageFile, num_bytes: int) -> None:
         raise MediaError("the picture has more pixels than its header says", code="image_too_large") from None
     except Exception:  # codecs raise many unrelated types
         raise _invalid(num_bytes) from None
+
+
+def _out_of_memory() -> MediaError:
+    return MediaError("the picture needs more memory than one request may use", code="image_too_large")
 
 
 def _invalid(num_bytes: int) -> MediaError:

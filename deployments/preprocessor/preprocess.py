@@ -41,6 +41,7 @@ from deployments.preprocessor.media import EncodedMedia, Inspection, MediaOption
 from deployments.preprocessor.mm_options import apply_detail, parse_media_options, server_pixel_limits
 from deployments.preprocessor.processor import MediaProcessor
 from deployments.preprocessor.prompt import PromptBuilder
+from deployments.preprocessor.resize import max_resized_cells
 from deployments.preprocessor.sources import MediaSources
 from deployments.preprocessor.workers import DecodeWorkers
 
@@ -152,6 +153,7 @@ class PreprocessorCore:
             frame_limits=server_pixel_limits(config.mm_processor_kwargs, family.frame_limits),
             fps=config.video_fps,
         )
+        self._max_slots = max_item_slots(config, family)
         self._aliases: ByteLRU[tuple[str, EncodedDigest], _Known] = ByteLRU(config.alias_cache_bytes)
         self._refused = NegativeCache()
         self._flights: SingleFlight[tuple[ProcessedMedia, Ref]] = SingleFlight(is_final=_is_verdict)
@@ -246,7 +248,9 @@ class PreprocessorCore:
     async def _tokenize(self, request: PrepareRequest, tally: _Tally) -> list[int]:
         modalities = [media.modality for media in request.media]
         with tally.timed("tokenize"):
-            token_ids = await asyncio.to_thread(self._prompts.encode, request.prompt, modalities)
+            token_ids = await asyncio.to_thread(
+                self._prompts.encode, request.prompt, modalities, request.max_prompt_tokens
+            )
         self._check_length(request, len(token_ids))
         return token_ids
 
@@ -276,6 +280,11 @@ class PreprocessorCore:
         else:
             inspection = known.inspection
         layout = self._processor.layout(media.modality, inspection, options)
+        if layout.num_slots > self._max_slots:
+            raise MediaError(
+                f"the item takes {layout.num_slots} tokens after resizing; at most {self._max_slots} are allowed",
+                code="image_too_large" if is_image else "video_too_large",
+            )
         return _Loaded(data, key, inspection, layout, options, known.content if known else None)
 
     async def _make_all(self, request: PrepareRequest, loaded: Sequence[_Loaded], tally: _Tally) -> list[_Made]:
@@ -356,6 +365,11 @@ class PreprocessorCore:
             if not scope.expired():
                 raise
             raise DeadlineError("the request's deadline passed while its media were processed") from None
+
+
+def max_item_slots(config: PreprocessorConfig, family: Family) -> int:
+    """Slots of the largest item that is let through; every budget must hold at least one such item."""
+    return max_resized_cells(family.geometry.cell, server_pixel_limits(config.mm_processor_kwargs, family.limits))
 
 
 def _alias_key(data: EncodedMedia, settings: str) -> EncodedDigest:

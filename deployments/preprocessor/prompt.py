@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.checkpoint import CheckpointError
-from deployments.errors import InvalidRequestError
+from deployments.errors import ContextLengthError, InvalidRequestError
 from deployments.messages import ChatPrompt, Modality, TextPrompt
 from deployments.preprocessor.chat_template import ChatTemplate, load_chat_template
 from deployments.preprocessor.families.base import Family
@@ -53,16 +53,20 @@ class PromptBuilder:
         tokenizer = AliasedTokenizer.from_folder(folder)
         return cls(tokenizer, load_chat_template(folder, tokenizer.alias), family)
 
-    def encode(self, prompt: ChatPrompt | TextPrompt, modalities: Sequence[Modality]) -> list[int]:
+    def encode(
+        self, prompt: ChatPrompt | TextPrompt, modalities: Sequence[Modality], max_tokens: int | None = None
+    ) -> list[int]:
         """Token ids with exactly one placeholder per item, in the order of `modalities`.
 
         Raises:
+            ContextLengthError: The text is so long that it cannot but have more than `max_tokens`; a shorter one may
+                still have, which is the caller's to check.
             InvalidRequestError: The template refuses the conversation or has no place for an item.
         """
         if isinstance(prompt, TextPrompt):
-            token_ids = self._encode_text(prompt)
+            token_ids = self._encode_text(prompt, max_tokens)
         else:
-            token_ids = self._encode_chat(prompt)
+            token_ids = self._encode_chat(prompt, max_tokens)
         found = [self._placeholders[token_id] for token_id in token_ids if token_id in self._placeholders]
         if found != list(modalities):
             raise InvalidRequestError(
@@ -72,13 +76,22 @@ class PromptBuilder:
             )
         return token_ids
 
-    def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
+    def _encode_chat(self, prompt: ChatPrompt, max_tokens: int | None) -> list[int]:
         if self._template is None:
             raise InvalidRequestError("this model has no chat template; use /v1/completions", param="messages")
         if not prompt.messages:
             raise InvalidRequestError("at least one message is needed", param="messages")
         text = self._continued(prompt) if prompt.continue_final_message else self._rendered(prompt, prompt.messages)
+        self._check_length(text, max_tokens, "messages")
         return self._tokenizer.encode(text)
+
+    def _check_length(self, text: str, max_tokens: int | None, param: str) -> None:
+        """Encoding a few megabytes takes seconds; what is hopeless is refused before."""
+        at_least = self._tokenizer.min_tokens(text)
+        if max_tokens is not None and at_least > max_tokens:
+            raise ContextLengthError(
+                f"the prompt has at least {at_least} tokens; at most {max_tokens} fit the model's context", param=param
+            )
 
     def _rendered(self, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> str:
         assert self._template is not None
@@ -102,10 +115,11 @@ class PromptBuilder:
             )
         return text[:end]
 
-    def _encode_text(self, prompt: TextPrompt) -> list[int]:
+    def _encode_text(self, prompt: TextPrompt, max_tokens: int | None) -> list[int]:
         """A raw prompt: its special tokens count, except for placeholders, which stay text."""
         if prompt.text is not None:
             text = self._tokenizer.alias(prompt.text, keep=self._placeholder_names)
+            self._check_length(text, max_tokens, "prompt")
             return self._tokenizer.encode(text, add_special_tokens=prompt.add_special_tokens)
         token_ids = list(prompt.token_ids or ())
         for position, token_id in enumerate(token_ids):

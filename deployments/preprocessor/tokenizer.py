@@ -21,6 +21,9 @@ from tokenizers import Tokenizer
 from deployments.checkpoint import CheckpointError, read_json
 from deployments.errors import InvalidRequestError
 
+_MAX_SHRINKAGE = 4
+"""Bytes of text that a normaliser may turn into one byte, generously."""
+
 
 class AliasedTokenizer:
     """Encodes text; special tokens only by alias.
@@ -45,6 +48,8 @@ class AliasedTokenizer:
         self._tokenizer = Tokenizer.from_str(json.dumps(_rename(tokenizer_json, self._aliases)))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        longest = max(len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True))
+        self._max_bytes_per_token = _MAX_SHRINKAGE * longest
         original = {token["content"]: token["id"] for token in tokenizer_json["added_tokens"]}
         self._ids: dict[str, int] = {name: original[name] for name in names}
         moved = [name for name, alias in self._aliases.items() if self._tokenizer.token_to_id(alias) != original[name]]
@@ -76,6 +81,10 @@ class AliasedTokenizer:
     def end_mark(self) -> str:
         """Text that no caller can have written, to find a place in a rendered prompt again."""
         return self._end_mark
+
+    def min_tokens(self, text: str) -> int:
+        """Lower bound of the text's tokens, without encoding it."""
+        return len(text) // self._max_bytes_per_token
 
     def alias(self, text: str, *, keep: Collection[str] = ()) -> str:
         """`text` with special tokens renamed so that `encode` takes them for special; those in `keep` stay text."""

@@ -20,7 +20,7 @@ import numpy as np
 from blake3 import blake3
 
 from cache_service.identity import content_digest
-from deployments.errors import MediaError
+from deployments.errors import MediaError, SightlineError
 from deployments.preprocessor.config import PreprocessorConfig
 from deployments.preprocessor.decode import ImageDecoder
 from deployments.preprocessor.families.base import Family, Layout
@@ -210,13 +210,15 @@ def _opened(data: bytes) -> Iterator[tuple[InputContainer, VideoStream]]:
             if not container.streams.video:
                 raise MediaError("the file holds no video stream", code="invalid_video")
             stream = container.streams.video[0]
-            if stream.codec_context.name not in _CODECS:
+            if stream.codec_context is None or stream.codec_context.name not in _CODECS:
                 raise MediaError(
                     f"the video's codec is not supported; accepted are {', '.join(_CODECS)}", code="unsupported_video"
                 )
             stream.codec_context.thread_count = 1
             yield container, stream
-    except (av.FFmpegError, EOFError, ValueError, OverflowError):
+    except SightlineError:
+        raise
+    except Exception:  # damaged containers raise many types; absurd sizes in them are a MemoryError
         raise MediaError(
             f"the video is damaged or incomplete ({len(data)} bytes received)", code="invalid_video"
         ) from None

@@ -1,4 +1,7 @@
-"""Puts an encoder core together from its options: folder, device, kernels, graphs, memory. Runs once, at start."""
+"""Puts the encoder together from its options: folder, device, kernels, graphs, memory. Runs once, at start.
+
+What needs cache keys (blake3) is imported where it is used, so that the core runs without it.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ from deployments.vision_encoder.weights import DummyWeights, WeightSource, check
 
 if TYPE_CHECKING:
     from cache_service.identity import EncoderFingerprint
+    from deployments.ports import ObjectStore, Preprocessor
+    from deployments.vision_encoder.service import EmbeddingCache, EncoderService
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +57,39 @@ def load_core(config: EncoderConfig, *, keep_on_device: bool = False, stats: Enc
         normalisation=read_normalisation(folder, model_config),
         keep_on_device=keep_on_device,
         stats=stats,
+    )
+
+
+def build_service(
+    config: EncoderConfig,
+    core: EncoderCore,
+    store: ObjectStore,
+    *,
+    fingerprint: EncoderFingerprint,
+    preprocessor: Preprocessor | None = None,
+    lower: EmbeddingCache | None = None,
+) -> EncoderService:
+    """The stage around a core. Call it on the event loop that will serve; `close()` of the result ends it."""
+    from deployments.vision_encoder.batcher import DynamicBatcher
+    from deployments.vision_encoder.service import EncoderService
+
+    batcher = DynamicBatcher(
+        core.encode,
+        core.limit,
+        max_wait_s=config.max_wait_s,
+        max_queued_items=config.max_queued_items,
+        stats=core.stats,
+        num_threads=config.num_threads,
+    )
+    return EncoderService(
+        core,
+        batcher,
+        store,
+        fingerprint=fingerprint,
+        cache_bytes=config.cache_bytes,
+        stats=core.stats,
+        preprocessor=preprocessor,
+        lower=lower,
     )
 
 
@@ -164,19 +202,19 @@ def _runners(
 
 
 def path_capacities(config: EncoderConfig, adapter: VisionAdapter, path: PathSpec, limit: Capacity) -> list[Capacity]:
-    """Budgets to capture for a path; empty for videos if `encoder_cudagraph_max_frames_per_batch` is 0."""
+    """Budgets to capture for a path; empty for paths of frames if `encoder_cudagraph_max_frames_per_batch` is 0."""
     top = min(config.encoder_cudagraph_max_budget, limit.slots)
     if config.encoder_cudagraph_token_budgets:
         top = limit.slots
     budgets = make_ladder(
         path.min_slots,
         top,
-        steps_per_octave=config.encoder_cudagraph_steps_per_octave,
+        steps_per_octave=1 if path.of_frames else config.encoder_cudagraph_steps_per_octave,
         slot_step=path.slot_step,
         explicit=config.encoder_cudagraph_token_budgets,
     )
     most_frames = config.encoder_cudagraph_max_frames_per_batch
-    if path.name == "video" and most_frames == 0:
+    if path.of_frames and most_frames == 0:
         return []
     capacities = []
     for slots in budgets:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,7 +62,7 @@ class _Pending:
 
     @property
     def complete(self) -> bool:
-        return len(self.rows) == len(self.loads)
+        return not self.failed and len(self.rows) == len(self.loads)
 
 
 class EncoderCore:
@@ -87,6 +88,8 @@ class EncoderCore:
         self.stats = stats or EncoderStats()
         self._runners = {path.name: PathRunner(path.name) for path in adapter.paths}
         self._runners.update({runner.name: runner for runner in runners})
+        # A language model in the same process computes on its own stream meanwhile.
+        self._stream = torch.cuda.Stream(adapter.device) if adapter.device.type == "cuda" else None
         self._planner, self._keep_on_device, self._clock = planner, keep_on_device, clock
 
     @property
@@ -133,9 +136,16 @@ class EncoderCore:
         self.encode(items, results.__setitem__)
         return [results[i] for i in range(len(items))]
 
-    @torch.inference_mode()
     def encode(self, items: Sequence[VisionItem], deliver: Deliver) -> None:
-        """Encode items and call `deliver(position, rows or error)` once for each, as soon as its batch is done."""
+        """Encode items and call `deliver(position, rows or error)` once for each, as soon as its batch is done.
+
+        On CUDA the work runs on a stream of the core's own and is complete when it is delivered. Whoever takes device
+        tensors to another stream must call `record_stream` on them before letting go of them.
+        """
+        with torch.inference_mode(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            self._encode(items, deliver)
+
+    def _encode(self, items: Sequence[VisionItem], deliver: Deliver) -> None:
         pending: dict[int, _Pending] = {}
         for position, item in enumerate(items):
             try:
@@ -192,31 +202,48 @@ class EncoderCore:
         except torch.OutOfMemoryError:
             self.stats.batch_failures["out_of_memory"] += 1
             _release_memory()
-            half = len(members) // 2
-            if half:
-                for part in (members[:half], members[half:]):
-                    self._run_batch(runner, _eager(batch, part, pending, runner.name), part, pending, deliver)
-            else:
-                full = OverloadedError("the vision encoder is out of memory for this item", retry_after_s=1.0)
-                self._fail(members[0], full, pending, deliver)
+            self._take_apart(runner, batch, members, pending, deliver, None)
         except Exception as exc:
             # Whatever a kernel or a bad input raises: find out whose fault it is, and fail only that item.
             self.stats.batch_failures["error"] += 1
             logger.exception("path %s: a batch of %d items failed", runner.name, len(members))
-            if len(members) > 1:
-                for position in members:
-                    self.stats.isolated_items += 1
-                    self._run_batch(
-                        runner, _eager(batch, [position], pending, runner.name), [position], pending, deliver
-                    )
-            else:
-                error = InternalError(f"the vision encoder failed on an item: {type(exc).__name__}")
-                self._fail(members[0], error, pending, deliver)
+            self._take_apart(runner, batch, members, pending, deliver, exc)
         else:
             for position, item_rows in zip(members, rows, strict=True):
                 pending[position].rows[runner.name] = item_rows
-                if pending[position].complete:
-                    deliver(position, self._result(pending[position]))
+            done = [position for position in members if pending[position].complete]
+            for position, result in zip(done, self._results([pending[p] for p in done]), strict=True):
+                deliver(position, result)
+
+    def _take_apart(
+        self,
+        runner: PathRunner,
+        batch: Batch,
+        members: Sequence[int],
+        pending: Mapping[int, _Pending],
+        deliver: Deliver,
+        cause: Exception | None,
+    ) -> None:
+        """Run a failed batch again in parts, without its graph. `cause` is None if memory ran out."""
+        parts: list[Sequence[int]]
+        if batch.budget is not None:
+            parts = [members]
+        elif len(members) == 1:
+            error: SightlineError = OverloadedError(
+                "the vision encoder is out of memory for this item", retry_after_s=1.0
+            )
+            if cause is not None:
+                error = InternalError(f"the vision encoder failed on an item: {type(cause).__name__}")
+            self._fail(members[0], error, pending, deliver)
+            return
+        elif cause is None:
+            half = len(members) // 2
+            parts = [members[:half], members[half:]]
+        else:
+            parts = [[position] for position in members]
+            self.stats.isolated_items += len(members)
+        for part in parts:
+            self._run_batch(runner, _eager(part, pending, runner.name), part, pending, deliver)
 
     def _pass(self, runner: PathRunner, batch: Batch, items: Sequence[VisionItem]) -> list[torch.Tensor]:
         """One forward pass, timed and counted."""
@@ -254,14 +281,23 @@ class EncoderCore:
         pending[position].rows.clear()
         deliver(position, error)
 
-    def _result(self, entry: _Pending) -> Rows:
-        rows = self.adapter.assemble(entry.item, entry.rows)
-        entry.rows = {}
-        if self._keep_on_device:
-            return rows.clone()
-        # Memory of its own: a view would keep the whole batch alive for as long as one item is cached.
-        host = rows.to("cpu", copy=True)
-        return (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy()
+    def _results(self, entries: Sequence[_Pending]) -> list[Rows]:
+        """What the callers get, each in memory of its own: a view would keep the whole batch alive while one item is
+        cached. Copies to the host go through pinned memory and are waited for once."""
+        on_cuda = self.adapter.device.type == "cuda"
+        results: list[Rows] = []
+        for entry in entries:
+            rows = self.adapter.assemble(entry.item, entry.rows)
+            entry.rows = {}
+            if self._keep_on_device:
+                results.append(rows.clone())
+                continue
+            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=on_cuda)
+            host.copy_(rows, non_blocking=on_cuda)
+            results.append((host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy())
+        if on_cuda:
+            torch.cuda.current_stream().synchronize()
+        return results
 
 
 def _check_patches(item: VisionItem, spec: ItemSpec) -> None:
@@ -273,12 +309,10 @@ def _check_patches(item: VisionItem, spec: ItemSpec) -> None:
         )
 
 
-def _eager(batch: Batch, members: Sequence[int], pending: Mapping[int, _Pending], path: str) -> Batch:
+def _eager(members: Sequence[int], pending: Mapping[int, _Pending], path: str) -> Batch:
     """The part of a failed batch that holds `members`, to be run without its graph."""
-    load = Load()
-    for position in members:
-        load = load + pending[position].loads[path]
-    return Batch(tuple(range(len(members))), load, None, "retry")
+    load = sum((pending[position].loads[path] for position in members), Load())
+    return Batch(tuple(range(len(members))), load, None, "replay_failed")
 
 
 def _release_memory() -> None:

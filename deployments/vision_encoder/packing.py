@@ -14,6 +14,7 @@ the plain way and stays as the yardstick.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -111,15 +112,14 @@ class Rules:
     def choose(self, load: Load, items: int) -> tuple[float, int | None, str]:
         """(cost, budget in slots or None for eager, why eager) of the cheapest way to run this load."""
         eager_s = self.eager_cost_s(load)
-        reason = ""
-        for budget in self.budgets:
-            short = budget.capacity.shortage(load, items)
-            if short is None:
+        first = bisect_left(self.budgets, load.slots, key=lambda budget: budget.capacity.slots)
+        for budget in self.budgets[first:]:
+            if budget.capacity.shortage(load, items) is None:
                 if budget.cost_s <= eager_s:
                     return budget.cost_s, budget.capacity.slots, ""
                 return eager_s, None, "cheaper"
-            reason = short
-        return eager_s, None, reason
+        reason = self.budgets[-1].capacity.shortage(load, items) if self.budgets else None
+        return eager_s, None, reason or ""
 
 
 def plan_batches(loads: Sequence[Load], rules: Rules) -> list[Batch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grafana.model import Dashboard, Panel, Query, Row
-from grafana.queries import DEPLOYMENT, REPLICA, part_or_zero, quantile, rate, ratio, series, total, total_rate
+from grafana.queries import DEPLOYMENT, REPLICA, or_zero, part_or_zero, quantile, rate, ratio, series, total, total_rate
 
 _LOOKUPS = total(rate("cache_lookups_total"), "tier")
 _HITS = total(rate("cache_lookups_total", 'result="hit"'), "tier")
@@ -18,15 +18,15 @@ _MEDIA = Row(
         Panel(
             title="Items prepared",
             unit="ops",
-            stacked=True,
-            description="By outcome. Failures are the clients' pictures or their hosts; the log line names the field.",
+            description="seen: all that requests brought. decoded: no cache knew them. remade: patches made again for "
+            "an encoder that had lost them; above 0 for long, the object store is too small.",
             queries=(Query(expr=total_rate("media_total", "modality", "outcome"), legend="{{modality}} {{outcome}}"),),
         ),
         Panel(
             title="Items encoded",
             unit="ops",
             stacked=True,
-            description="What no cache had. Near the items prepared: pictures do not repeat, or caches are too small.",
+            description="What no cache had. Near the items seen: pictures do not repeat, or caches are too small.",
             queries=(Query(expr=total_rate("encoder_items_total", "modality"), legend="{{modality}}"),),
         ),
         Panel(
@@ -104,7 +104,7 @@ _CACHES = Row(
             thresholds=((1, "red"),),
             runbook="Cache tier skipped",
             description="Circuit breakers that are open. All replicas: the tier is down. One: its node's network.",
-            queries=(Query(expr=total(series("cache_breaker_open"), "tier"), legend="{{tier}}"),),
+            queries=(Query(expr=or_zero(total(series("cache_breaker_open"), "tier"), "tier"), legend="{{tier}}"),),
         ),
         Panel(
             title="Single-flight joins",

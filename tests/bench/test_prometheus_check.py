@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from deployments.metrics import Family
 from tests.bench import prometheus_check
-from tests.bench.prometheus_check import Prometheus, check_alert, check_everything, check_panel
+from tests.bench.prometheus_check import Prometheus, check_alert, check_everything, check_family, check_panel, report
 
 pytestmark = [
     pytest.mark.slow,
@@ -61,3 +62,15 @@ def test_panel_verdicts(server: Prometheus, expr: str, verdict: str) -> None:
 )
 def test_alert_verdicts(server: Prometheus, expr: str, verdict: str) -> None:
     assert check_alert(server, "made up", expr).verdict == verdict
+
+
+def test_a_family_that_nobody_exports_fails_the_check(server: Prometheus, capsys: pytest.CaptureFixture[str]) -> None:
+    results = [
+        check_family(server, Family("lost_total", "counter", (), "")),
+        check_alert(server, "made up", "rate(sightline_lost_total[5m]) > 0"),
+    ]
+    assert [result.verdict for result in results] == ["EMPTY", "EMPTY"]
+    assert report(results) == 1
+    assert report(results, allow_missing=["lost_total"]) == 0
+    assert report(results, allow_missing=["other_total"]) == 1
+    assert "lost_total" in capsys.readouterr().out

@@ -38,6 +38,7 @@ from deployments.errors import (
 )
 from deployments.messages import (
     ChatPrompt,
+    DeltaBatch,
     GenerationStats,
     Logprob,
     PreparedPrompt,
@@ -113,9 +114,10 @@ class Server:
         admission: AdmissionConfig | None = None,
         registry: TenantRegistry | None = None,
         preprocessor: FakePreprocessor | None = None,
+        engine: FakeEngine | None = None,
         **settings: Any,
     ) -> None:
-        self.preprocessor, self.engine = preprocessor or FakePreprocessor(), FakeEngine()
+        self.preprocessor, self.engine = preprocessor or FakePreprocessor(), engine or FakeEngine()
         self.observer, self.hooks = RecordingObserver(), Hooks()
         self.settings = make_settings(**settings)
         self.admission = Admission(admission or AdmissionConfig())
@@ -613,12 +615,40 @@ async def test_leaving_before_the_first_delta_aborts(server: Server, stream: boo
     assert await server.outcomes(1) == [(CHAT, 499)]
 
 
-async def test_leaving_in_the_middle_of_a_stream_aborts(server: Server) -> None:
-    server.engine.text = "word " * 100_000
-    await hang_up_after(server, body(stream=True), None, until=b'"word"')
-    await server.idle()
-    assert set(server.engine.aborted) == set(server.engine.requests)
-    assert await server.outcomes(1) == [(CHAT, 499)]
+class StallingEngine(FakeEngine):
+    """Streams one word, then nothing until told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = asyncio.Event()
+
+    async def stream(self, request_id: str) -> AsyncIterator[DeltaBatch]:
+        yield (SequenceDelta(text="begun"),)
+        await self.go_on.wait()
+        yield (SequenceDelta(finish_reason="stop", stats=GenerationStats(prompt_tokens=3, completion_tokens=1)),)
+
+
+async def test_leaving_in_the_middle_of_a_stream_aborts() -> None:
+    async with Server(engine=StallingEngine()).start() as server:
+        await hang_up_after(server, body(stream=True), None, until=b'"begun"')
+        await server.idle()
+        assert set(server.engine.aborted) == set(server.engine.requests)
+        assert await server.outcomes(1) == [(CHAT, 499)]
+
+
+async def test_a_client_that_does_not_read_is_gone() -> None:
+    limits = EdgeLimits(write_timeout_s=0.1)
+    async with Server(limits=limits).start() as server:
+        server.engine.script = ((SequenceDelta(text="x" * 1_000_000),),) * 64
+        _, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]), limit=1024)
+        content = json.dumps(body(stream=True)).encode()
+        writer.write(
+            b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (CHAT.encode(), len(content)) + content
+        )
+        assert await server.outcomes(1) == [(CHAT, 499)]
+        await server.idle()
+        assert set(server.engine.aborted) == set(server.engine.requests)
+        writer.transport.abort()
 
 
 class StuckPreprocessor(FakePreprocessor):
@@ -679,6 +709,22 @@ async def test_back_pressure_refuses_before_any_work() -> None:
         assert [(await task).status_code for task in held] == [200, 200]
 
 
+async def test_bodies_count_until_the_first_delta() -> None:
+    content = json.dumps(body(stream=True)).encode()
+    limits, engine = EdgeLimits(max_buffered_body_bytes=len(content)), StallingEngine()
+    async with Server(engine=engine, limits=limits).start() as server, server.client() as client:
+        server.preprocessor.gate = asyncio.Event()
+        held = asyncio.create_task(client.post(CHAT, content=content))
+        await eventually(lambda: server.preprocessor.requests)
+        assert (await client.post(CHAT, content=content)).status_code == 503
+        server.preprocessor.gate.set()
+        await eventually(lambda: server.observer.first_tokens)
+        async with client.stream("POST", CHAT, content=content) as second:
+            assert second.status_code == 200, "the first answer has begun, so its body is counted no longer"
+            engine.go_on.set()
+        assert (await held).status_code == 200
+
+
 async def test_a_keys_own_limit_is_a_429() -> None:
     async with Server(registry=registry()).start() as server, server.openai(KEY) as client:
         server.engine.pause = asyncio.Event()
@@ -703,31 +749,25 @@ async def test_the_deadline_is_a_504(stream: bool) -> None:
 
 
 async def test_the_deadline_in_a_stream_is_an_error_event() -> None:
-    async with Server(request_timeout_s=0.3).start() as server:
-        server.engine.text = "word " * 10_000_000
-        *_, last, done = events_of((await post(server, body(stream=True))).text)
+    async with Server(engine=StallingEngine(), request_timeout_s=1.0).start() as server:
+        *events, last, done = events_of((await post(server, body(stream=True))).text)
+        assert events[-1]["choices"][0]["delta"] == {"content": "begun"}
         assert last["error"]["code"] == "deadline_exceeded"
         assert done == "[DONE]"
         assert await server.outcomes(1) == [(CHAT, 504)]
 
 
 async def test_a_silent_stream_is_kept_alive() -> None:
-    async with Server(keep_alive_s=0.02).start() as server:
-        server.engine.script = (
-            (SequenceDelta(text="a"),),
-            (SequenceDelta(finish_reason="stop", stats=GenerationStats(prompt_tokens=1, completion_tokens=1)),),
-        )
-        gate = server.engine.pause = asyncio.Event()
-        gate.set()
-        async with server.client() as client, client.stream("POST", CHAT, json=body(stream=True)) as answer:
-            seen = ""
+    engine = StallingEngine()
+    async with Server(engine=engine, keep_alive_s=0.02).start() as server, server.client() as client:
+        seen = ""
+        async with client.stream("POST", CHAT, json=body(stream=True)) as answer:
             async for text in answer.aiter_text():
                 seen += text
-                if '"a"' in seen and ": keep-alive" not in seen:
-                    gate.clear()
                 if seen.count(": keep-alive\n\n") >= 2:
-                    gate.set()
-        assert [event for event in events_of(seen) if event == "[DONE]"]
+                    engine.go_on.set()
+        assert seen.count(": keep-alive\n\n") >= 2
+        assert events_of(seen)[-1] == "[DONE]"
 
 
 async def test_a_lost_replica_costs_the_client_nothing(server: Server) -> None:
@@ -788,7 +828,7 @@ def test_no_request_makes_the_server_fail(path: str) -> None:
 
     with asyncio.Runner() as runner:
 
-        @hypothesis_settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+        @hypothesis_settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
         @given(st.dictionaries(FIELDS, JSON | WORDS, max_size=3), st.none() | st.lists(TURNS, max_size=3))
         def run(options: dict[str, Any], turns: list[Any] | None) -> None:
             messages = {} if turns is None else {"messages": turns}

@@ -116,8 +116,8 @@ class ChaosProxy:
                     await asyncio.gather(*pumps, return_exceptions=True)
             finally:
                 upstream_writer.transport.abort()
-        except OSError:
-            pass  # the server is down: the client sees its connection end
+        except (OSError, asyncio.CancelledError):
+            pass  # the server is down, or the proxy closes: the client sees its connection end
         finally:
             writer.transport.abort()
             self._tasks.discard(task)

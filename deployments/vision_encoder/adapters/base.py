@@ -60,6 +60,8 @@ class PathSpec:
     """Smallest budget worth capturing."""
     slot_step: int = 1
     """Budgets are rounded up to a multiple of this (slots of one tile)."""
+    of_frames: bool = False
+    """Items are made of frames: budgets bound them too, and stand whole octaves apart, since such items are large."""
 
 
 class VisionAdapter(Protocol):

@@ -64,7 +64,10 @@ class QwenVLAdapter:
         self.width = shape.result_width
         self.dtype = weights.merger.fc2.weight.dtype
         self.device = weights.merger.fc2.weight.device
-        self.paths: tuple[PathSpec, ...] = (PathSpec("image", MIN_BUDGET_SLOTS), PathSpec("video", MIN_BUDGET_SLOTS))
+        self.paths: tuple[PathSpec, ...] = (
+            PathSpec("image", MIN_BUDGET_SLOTS),
+            PathSpec("video", MIN_BUDGET_SLOTS, of_frames=True),
+        )
         self.capturable = attention.capturable and (not shape.window_slots or window_attention.capturable)
         inner = shape.mlp_width * (2 if shape.gated else 1)
         # The widest moments: residual, normed row and MLP (input and gate), or residual, qkv, rotated q and k, result.

@@ -92,6 +92,8 @@ def test_depth_and_size() -> None:
         assert caught.value.code == "json_too_complex"
     with pytest.raises(InvalidRequestError, match="limit is 4"):
         parse_json(b'{"a": [1, 2, 3, 4]}', EdgeLimits(max_json_values=4))
+    with pytest.raises(InvalidRequestError, match="more than 3 arrays and objects"):
+        parse_json(b'{"a": [[], {}]}', EdgeLimits(max_json_containers=3))
     for body in (b"[" * 100_000, b'{"a":' * 100_000):
         with pytest.raises(InvalidRequestError):
             parse_json(body, LIMITS)

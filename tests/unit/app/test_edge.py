@@ -21,9 +21,11 @@ from app.settings import ApiSettings, SamplingDefaults
 from cache_service.tenants import TenantRegistry
 from deployments.errors import (
     AuthenticationError,
+    InternalError,
     InvalidRequestError,
     OverloadedError,
     RateLimitError,
+    ReplicaLostError,
     RequestAbortedError,
 )
 from tests.unit.app.helpers import make_settings, make_trace
@@ -40,7 +42,16 @@ def test_the_form_of_errors() -> None:
     }
 
 
-@pytest.mark.parametrize("error", [ValueError("secret path"), KeyError("secret"), RuntimeError()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("secret path"),
+        KeyError("secret"),
+        RuntimeError(),
+        InternalError("secret"),
+        ReplicaLostError("secret"),
+    ],
+)
 def test_unexpected_exceptions_show_nothing(error: Exception) -> None:
     answer = answer_for(error)
     assert answer.status == 500

@@ -189,6 +189,11 @@ def test_a_message_never_echoes_a_payload() -> None:
         assert "AAAAAAAAA" not in error.message + str(error.param)
 
 
+def test_a_crowd_of_unknown_fields_is_one_error() -> None:
+    error = chat_refusal(**{f"f{i}": 1 for i in range(300)})
+    assert (error.code, error.param) == ("json_too_complex", None)
+
+
 def test_close_names_are_suggested_and_bounds_are_told() -> None:
     assert "Did you mean max_tokens?" in chat_refusal(max_token=4).message
     assert chat_refusal(temperature=2.5).message == "temperature is 2.5; it must be at most 2."

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,14 @@ from deployments.errors import (
     PayloadLostError,
     ReplicaLostError,
 )
-from deployments.messages import GenerationStats, PreparedPrompt, PrepareRequest, SamplingParams, SequenceDelta
+from deployments.messages import (
+    GenerationStats,
+    MediaInput,
+    PreparedPrompt,
+    PrepareRequest,
+    SamplingParams,
+    SequenceDelta,
+)
 from tests.fakes import FakeEngine, FakePreprocessor
 from tests.unit.app.helpers import eventually, make_call, make_pipeline, make_trace
 
@@ -220,6 +228,14 @@ async def test_cancelling_while_waiting_for_a_delta_aborts() -> None:
     await pipeline.drain()
     assert "r1" in engine.aborted
     assert pipeline.admission.stats.running == 0
+
+
+async def test_media_are_let_go_with_the_first_delta() -> None:
+    media = (MediaInput(modality="image", param="p", url="data:x"),)
+    generation: Any = make_pipeline().generate(make_call(media=media), make_trace())
+    await anext(generation)
+    assert generation.ag_frame.f_locals["call"].media == ()
+    await generation.aclose()
 
 
 async def test_no_place_means_no_work() -> None:

@@ -123,6 +123,9 @@ def test_lists_do_not_run_into_each_other() -> None:
         for indices, seconds in [((), ()), ((0,), ()), ((), (0.0,)), ((0, 1), ()), ((0,), (1.0,)), ((1, 0), ())]
     }
     assert len(keys) == 6
+    mean_longer = processing(image_mean=(0.5, 0.5), image_std=(0.5,))
+    std_longer = processing(image_mean=(0.5,), image_std=(0.5, 0.5))
+    assert item_identity("n", content, mean_longer) != item_identity("n", content, std_longer)
 
 
 @given(st.integers(1, 60), st.integers(1, 60))

@@ -84,6 +84,28 @@ async def test_the_last_to_leave_cancels_and_who_comes_next_starts_anew() -> Non
     assert await late == Flight(8, joined=False)
 
 
+async def test_nobody_joins_a_computation_that_is_still_cleaning_up() -> None:
+    flight: SingleFlight[str] = SingleFlight()
+    cleaned = asyncio.Event()
+
+    async def slow_to_stop() -> str:
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            await cleaned.wait()
+
+    async def quick() -> str:
+        return "fresh"
+
+    caller = asyncio.ensure_future(flight.run("k", slow_to_stop))
+    await settle()
+    caller.cancel()
+    await settle()
+    assert await flight.run("k", quick) == Flight("fresh", joined=False)
+    cleaned.set()
+    await settle()
+
+
 async def test_joiners_of_a_failed_computation_try_once_together() -> None:
     flight: SingleFlight[int] = SingleFlight()
     work = Work()

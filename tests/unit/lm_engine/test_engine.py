@@ -91,6 +91,22 @@ def test_stop_strings_cut_the_text(vlm: TinyVlm, prompt: Prompt, include: bool) 
     assert result.text == text[: at + len(stop) if include else at]
 
 
+def test_stop_strings_before_min_tokens_are_text(vlm: TinyVlm, prompt: Prompt) -> None:
+    _, text = text_of(vlm, prompt, 12)
+    rig = Rig(vlm)
+    rig.add("r", prompt, 12, stop=(text[1],), min_tokens=12)
+    rig.run()
+    assert (rig.result("r").text, rig.result("r").finish_reason) == (text, "length")
+
+
+def test_text_held_back_for_a_stop_string_is_shown_at_the_end(vlm: TinyVlm, prompt: Prompt) -> None:
+    _, text = text_of(vlm, prompt, 12)
+    rig = Rig(vlm)
+    rig.add("r", prompt, 12, stop=(text[-2:] + "never",))
+    rig.run()
+    assert rig.result("r").text == text
+
+
 def test_choices_share_a_prompt_and_differ(vlm: TinyVlm, prompt: Prompt) -> None:
     rig = Rig(vlm)
     rig.add("r", prompt, 12, n=3, temperature=1.0, seed=5)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import struct
 
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from cache_service.identity import BlockKey, EmbeddingIdentity, _digest, block_key
 from deployments.lm_engine.kv_manager import KVManager
 from deployments.lm_engine.prefix_cache import PrefixCache
 from deployments.lm_engine.request import Sequence
@@ -103,3 +108,21 @@ def test_output_tokens_are_cached_too() -> None:
     first.token_ids += [4, 5, 6, 7, 8, 9]
     computed(kv, first)
     assert len(kv.find_prefix(sequence("b", TEXT, [9]))) == 2
+
+
+@given(
+    st.one_of(st.none(), st.binary(min_size=32, max_size=32)),
+    st.lists(st.integers(0, 2**32 - 1), max_size=16),
+    st.lists(st.tuples(st.binary(min_size=32, max_size=32), st.integers(-300_000, 300_000)), max_size=3),
+    st.text(max_size=3),
+    st.text(max_size=3),
+)
+def test_a_block_key_is_the_digest_of_its_typed_fields(
+    parent: bytes | None, tokens: list[int], items: list[tuple[bytes, int]], adapter: str, salt: str
+) -> None:
+    """`block_key` is written out for speed; `_digest` is the plain form of the same bytes."""
+    packed = struct.pack(f"<{len(tokens)}I", *tokens)
+    plain = _digest("kv", (parent, packed, [field for item in items for field in item], adapter, salt))
+    named = [(EmbeddingIdentity(identity), offset) for identity, offset in items]
+    key = block_key(None if parent is None else BlockKey(parent), tokens, named, adapter=adapter, cache_salt=salt)
+    assert key == plain

@@ -79,6 +79,20 @@ def test_absence_earns_no_credit() -> None:
     assert [name[:4] for name in order[:6]].count("busy") >= 2
 
 
+def test_who_comes_back_starts_at_the_present() -> None:
+    queue = WaitingQueue()
+    queue.push(waiting("back0", 0, "back"))
+    assert drain(queue) == ["back0"]
+    for serial in range(1, 20):
+        queue.push(waiting(f"busy{serial}", serial, "busy"))
+    for _ in range(10):
+        assert queue.pop() is not None
+        queue.charge("busy", prompt_tokens=10)
+    for serial in range(20, 30):
+        queue.push(waiting(f"back{serial}", serial, "back"))
+    assert [name[:4] for name in drain(queue)[:6]].count("busy") >= 2
+
+
 def test_preempted_sequences_go_before_all_others() -> None:
     queue = WaitingQueue()
     queue.push(waiting("old", 1))

@@ -167,11 +167,23 @@ def test_the_youngest_waits_for_blocks_with_what_it_has() -> None:
 
 def test_running_prefills_have_a_claim_on_free_blocks() -> None:
     """Without it a second long prompt would be let in, only to be preempted by the first."""
-    driver = drive(num_blocks=8, max_num_batched_tokens=8)
-    driver.add(text("a", 20, max_tokens=1))
-    driver.add(text("b", 20, first=50, max_tokens=1))
+    driver = drive(num_blocks=8)
+    driver.add(sequence("a", [1, 2], (5, 8), list(range(50, 60)), max_tokens=1))
+    driver.step(encode=False)
+    driver.add(text("b", 20, first=90, max_tokens=1))
+    assert shares(driver.step(encode=False)) == {}
+    driver.encoded()
     driver.run()
     assert driver.scheduler.stats().preemptions == 0
+
+
+def test_nobody_is_let_in_by_a_step_that_preempts() -> None:
+    driver = drive(num_blocks=4, enable_prefix_caching=False)
+    driver.add(text("old", 8, max_tokens=6))
+    driver.add(text("young", 8, max_tokens=6))
+    driver.step()
+    driver.add(text("new", 2))
+    assert shares(driver.step()) == {"old": 1}
 
 
 def test_an_equal_prompt_hits_and_still_computes_its_last_token() -> None:
@@ -352,24 +364,65 @@ def test_text_overtakes_a_request_whose_picture_has_no_slots_yet() -> None:
     driver.add(sequence("c", (5, 8), [2]))
     driver.add(text("t", 4))
     plan = driver.step(encode=False)
-    assert shares(plan) == {"t": 4}, "c would only prolong the hold that b waits for"
-    assert driver.scheduler.stats().denials["embedding_slots", "deferred"] == 1
+    assert shares(plan) == {"t": 4}
+    stats = driver.scheduler.stats()
+    assert (stats.running, stats.waiting) == (2, 2), "c would only prolong the hold that b waits for"
+    assert stats.denials["embedding_slots", "deferred"] == 1
+
+
+def test_a_small_encode_does_not_pass_a_large_one_that_is_denied() -> None:
+    driver = drive(max_encoder_slots_per_step=9)
+    driver.add(sequence("a", (5, 8), [1]))
+    driver.add(sequence("b", (6, 8), [1]))
+    driver.add(sequence("c", (7, 1), [1]))
+    assert [encodes(driver.step()), encodes(driver.step())] == [[("a", 5)], [("b", 6), ("c", 7)]]
 
 
 def test_nobody_starves_for_slots_while_others_share_a_popular_picture() -> None:
-    """Bound: the big picture starts within the steps that those before it need."""
-    driver = drive(encoder_cache_slots=8, max_encoder_slots_per_step=8, max_num_seqs=4, enable_prefix_caching=False)
-    serial = 0
-    for _ in range(4):
-        driver.add(sequence(f"popular{serial}", [1, 2], (5, 4), [3], max_tokens=3))
-        serial += 1
+    """The popular picture takes two steps to compute, so that without a gate somebody would always hold it.
+
+    Bound: the big picture starts once those that held something before it have used it up.
+    """
+    limits = {"encoder_cache_slots": 8, "max_encoder_slots_per_step": 8, "max_num_batched_tokens": 5}
+    driver = drive(**limits, max_num_seqs=4, enable_prefix_caching=False)
+    driver.add(sequence("popular", [1, 2], (5, 4), [3], max_tokens=1))
     driver.step()
     driver.add(sequence("big", (6, 8), [1], max_tokens=1))
-    for _ in range(12):
-        driver.add(sequence(f"popular{serial}", [1, 2], (5, 4), [3], max_tokens=3))
-        serial += 1
+    for number in range(12):
+        driver.add(sequence(f"popular{number}", [1, 2], (5, 4), [3], max_tokens=1))
         driver.step()
     assert driver.sequences["big"].is_finished
+
+
+def test_who_lacks_blocks_gives_up_the_slots_that_an_older_one_waits_for() -> None:
+    """Three that block each other: `old` waits for slots, `young` has them but no blocks, which `middle` has used up
+    by decoding, who cannot go on either."""
+    driver = drive(num_blocks=8, encoder_cache_slots=8, max_encoder_slots_per_step=8)
+    driver.add(sequence("old", [1, 2, 3, 4], (5, 4), (6, 6), max_tokens=1))
+    driver.add(text("middle", 4, first=50, max_tokens=24))
+    driver.step(encode=False)
+    driver.encoded(identity_of(5))
+    driver.add(sequence("young", (7, 4), [1], max_tokens=1))
+    assert encodes(driver.step(encode=False)) == [("young", 7)]
+    while driver.step(encode=False).chunks:
+        pass
+    driver.encoded()
+    assert driver.step().preempted == ("young",)
+    assert encodes(driver.step()) == [("old", 6)]
+    driver.run()
+    assert driver.scheduler.stats().stalled_steps == 0
+
+
+def test_what_waits_first_is_not_evicted_for_what_waits_second() -> None:
+    driver = drive(max_num_seqs=1, encoder_cache_slots=8, max_encoder_slots_per_step=8)
+    driver.add(text("runs", 4, max_tokens=9))
+    driver.step()
+    driver.add(sequence("first", (5, 8), [1]))
+    driver.add(sequence("second", (6, 8), [1]))
+    assert encodes(driver.step()) == [("first", 5)]
+    assert driver.step().is_empty is False
+    assert driver.plan.encode == ()
+    assert driver.plan.evicted_embeds == ()
 
 
 def test_an_equal_picture_in_flight_is_joined() -> None:
@@ -447,6 +500,18 @@ def test_the_last_abort_still_cancels_its_encode() -> None:
     assert not driver.scheduler.has_work
 
 
+def test_an_encode_started_for_another_waiting_request_goes_on() -> None:
+    driver = drive(max_num_seqs=1)
+    driver.add(text("runs", 4, max_tokens=9))
+    driver.add(sequence("first", (5, 8), [1]))
+    driver.add(sequence("second", [9], (5, 8), [1]))
+    assert encodes(driver.step(encode=False)) == [("first", 5)]
+    driver.scheduler.abort("second")
+    assert driver.step(encode=False).evicted_embeds == ()
+    driver.scheduler.abort("first")
+    assert driver.step(encode=False).evicted_embeds == (identity_of(5),)
+
+
 def test_an_encode_that_others_hold_survives_its_requester() -> None:
     driver = drive()
     driver.add(sequence("a", (5, 8), [1]))
@@ -522,8 +587,7 @@ def test_a_thousand_aborts_leave_nothing_behind() -> None:
     scheduler.check_integrity()
     assert not scheduler.has_work
     assert len(scheduler._deadlines) <= 1100
-    assert not scheduler._leaders
-    assert not scheduler._followers
+    assert len(scheduler._siblings) == 0
 
 
 def test_deadlines_end_waiting_and_running_sequences() -> None:

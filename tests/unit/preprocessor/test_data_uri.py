@@ -106,6 +106,12 @@ def test_size_is_judged_before_decoding() -> None:
     assert caught.value.code == "media_too_large"
 
 
+def test_an_oversized_payload_is_not_looked_at() -> None:
+    with pytest.raises(MediaError) as caught:
+        decode("data:;base64," + "!" * 4000, limit=1000)
+    assert caught.value.code == "media_too_large"
+
+
 def test_folding_does_not_count_towards_the_size() -> None:
     text = fold(base64.b64encode(b"x" * 900).decode(), 4)
     assert decode("data:;base64," + text, limit=900) == b"x" * 900

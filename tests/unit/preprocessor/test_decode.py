@@ -253,6 +253,19 @@ def test_aspect_ratio_of_200(decoder: ImageDecoder, size: tuple[int, int]) -> No
     assert decoder.decode(encoded(Image.new("L", size))).size == size
 
 
+@pytest.mark.parametrize("step", ["open", "load"])
+def test_lack_of_memory_costs_one_request(decoder: ImageDecoder, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise MemoryError
+
+    data = encoded(noise(20, 20))
+    if step == "open":
+        monkeypatch.setattr(Image, "open", fail)
+    else:
+        monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
+    assert refuse(decoder, data).code == "image_too_large"
+
+
 # -- bombs ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("make", ["png", "gif", "bmp", "jpeg", "webp", "tiff"])
 @pytest.mark.parametrize("size", [(1001, 1001), (12000, 12000), (16000, 16000)])

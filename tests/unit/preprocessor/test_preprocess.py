@@ -19,6 +19,7 @@ from deployments.errors import (
     UrlNotAllowedError,
 )
 from deployments.messages import ChatPrompt, MediaInput, Modality, PreparedPrompt, PrepareRequest, Ref, TextPrompt
+from deployments.preprocessor.build import worst_case_item
 from deployments.preprocessor.config import PreprocessorConfig
 from deployments.preprocessor.families.registry import load_family
 from deployments.preprocessor.media import EncodedMedia, Inspection, MediaOptions, ProcessedMedia
@@ -361,6 +362,20 @@ async def test_prompt_that_does_not_fit_is_refused_before_pixels(stage: Stage) -
     assert str(fitting - 1) in caught.value.message
     assert stage.workers.processed == 0
     assert len((await stage.prepare(picture, max_prompt_tokens=fitting)).token_ids) == fitting
+
+
+async def test_no_item_is_larger_than_the_worst_case(make_stage: MakeStage, model_folder: Path) -> None:
+    options = {"mm_processor_kwargs": {"max_pixels": 28 * 28 * 16}}
+    stage = make_stage(**options)
+    worst_slots, worst_patches = worst_case_item(PreprocessorConfig(**options), model_folder)  # type: ignore[arg-type]
+    assert worst_patches == 4 * worst_slots
+    long = data_uri(encoded(Image.new("L", (10_000, 50))))
+    assert 16 < (await stage.prepare(long)).items[0].num_slots <= worst_slots
+    error = await stage.refused(
+        data_uri(encoded(Image.new("L", (1000, 5)))), mm_processor_kwargs={"min_pixels": 28 * 28 * 16}
+    )
+    assert error.code == "image_too_large"
+    assert str(worst_slots) in error.message
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------

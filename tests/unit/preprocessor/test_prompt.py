@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from deployments.errors import InvalidRequestError
+from deployments.errors import ContextLengthError, InvalidRequestError
 from deployments.messages import ChatPrompt, TextPrompt
 from deployments.preprocessor.families.registry import load_family
 from deployments.preprocessor.prompt import PromptBuilder
+from deployments.preprocessor.tokenizer import AliasedTokenizer
 from tests.unit.preprocessor.model_folder import SPECIALS, write_model_folder
 
 IMAGE = {"type": "image"}
@@ -222,6 +223,21 @@ def test_model_without_a_template(tmp_path: Path) -> None:
     prompts = PromptBuilder.from_folder(tmp_path, load_family(tmp_path))
     with pytest.raises(InvalidRequestError, match="no chat template"):
         prompts.encode(chat(user("x")), [])
+
+
+def test_hopelessly_long_text_is_not_encoded(prompts: PromptBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AliasedTokenizer, "encode", lambda *args, **kwargs: pytest.fail("encoded"))
+    for prompt in (chat(user("fox " * 500_000)), TextPrompt(text="fox " * 500_000)):
+        with pytest.raises(ContextLengthError, match=r"at least \d+ tokens; at most 1000"):
+            prompts.encode(prompt, [], 1000)
+
+
+@settings(deadline=None)
+@given(value=PLAIN | st.lists(st.sampled_from(SPECIALS), max_size=9).map("".join))
+def test_the_bound_is_one(prompts: PromptBuilder, value: str) -> None:
+    tokenizer = prompts._tokenizer
+    for text_given in (value * 9, tokenizer.alias(value)):
+        assert tokenizer.min_tokens(text_given) <= len(tokenizer.encode(text_given))
 
 
 # -- raw prompts ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -123,12 +125,8 @@ def test_video_that_ends_early_gives_what_can_be_read() -> None:
 
 
 def test_frames_that_do_not_decode() -> None:
-    data = bytearray(clip(num_frames=12, fps=2, container="avi", codec="mjpeg"))
-    at = data.index(b"\xff\xd8")
-    while at >= 0:  # every frame's start marker
-        data[at : at + 20] = b"\0" * 20
-        at = data.find(b"\xff\xd8", at)
-    assert refused(bytes(data)).code == "invalid_video"
+    data = clip(num_frames=12, fps=2, container="avi", codec="mpeg4")
+    assert refused(data.replace(b"\0\0\x01\xb6", b"\0\0\0\0")).code == "invalid_video"  # no frame starts
 
 
 @pytest.mark.parametrize(
@@ -164,7 +162,5 @@ def test_frames_of_different_sizes() -> None:
 def test_damage_anywhere_gives_a_video_or_a_media_error(cut: int) -> None:
     data = bytearray(clip(num_frames=8, fps=4))
     data[cut % len(data) : cut % len(data) + 30] = b"\xff" * 30
-    try:
+    with contextlib.suppress(MediaError):
         run(bytes(data))
-    except MediaError:
-        pass

@@ -41,12 +41,13 @@ class Recorder:
 
     def __init__(self) -> None:
         self.rounds: list[list[int]] = []
-        self.gate = threading.Event()
+        self.started, self.gate = threading.Event(), threading.Event()
         self.gate.set()
         self.error: Exception | None = None
 
     def __call__(self, items: Sequence[VisionItem], deliver: Deliver) -> None:
         self.rounds.append([item.grid[0] for item in items])
+        self.started.set()
         assert self.gate.wait(10)
         if self.error is not None:
             error, self.error = self.error, None
@@ -69,7 +70,8 @@ async def submit(batcher: DynamicBatcher, number: int, slots: int = 10) -> int:
 
 async def until_running(encode: Recorder, rounds: int = 1) -> None:
     while len(encode.rounds) < rounds:
-        await asyncio.sleep(0.001)
+        await asyncio.to_thread(encode.started.wait, 10)
+        encode.started.clear()
 
 
 async def test_what_comes_while_a_round_runs_is_the_next_round() -> None:

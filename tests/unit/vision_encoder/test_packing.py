@@ -126,7 +126,8 @@ def test_two_cheap_replays_beat_one_dear_one() -> None:
 
 
 def test_an_item_over_the_ladder_runs_eagerly_and_says_why() -> None:
-    batches = plan_batches([load(200), load(16)], fixed_rules(budget(64, 1.0)))
+    rules = Rules(budgets=(budget(64, 1.0),), limit=LIMIT, eager_cost_s=lambda load: float(load.slots))
+    batches = plan_batches([load(200), load(16)], rules)
     assert {(b.indices, b.budget, b.reason) for b in batches} == {((0,), None, "slots"), ((1,), 64, "")}
 
 
