@@ -29,6 +29,7 @@ from deployments.colocated import ColocatedLMEngine
 from deployments.lm_engine.deployment import EngineOptions, LMEngine
 from deployments.preprocessor.build import worst_case_item
 from deployments.preprocessor.deployment import Preprocessor
+from deployments.vision_encoder.config import ENCODER_REVISION
 from deployments.vision_encoder.deployment import EncoderOptions, VisionEncoder
 
 # Streams are long and cheap to hold; the stages' own queues refuse what is too much, with a proper error. Serve's
@@ -58,11 +59,11 @@ def build(args: dict[str, Any]) -> Application:
         model_id=config.model,
         weights_revision=weights_revision(folder, config.load_format),
         dtype=config.vision_encoder.dtype,
+        encoder_revision=ENCODER_REVISION,
     )
-    preprocessor = _deployment(Preprocessor).bind(config.preprocessor, config.model, config.revision)
-    encoder_options = EncoderOptions(
-        config=config.vision_encoder, fingerprint=fingerprint, redis=config.cache.resolve(os.environ)
-    )
+    redis = config.cache.resolve(os.environ)
+    preprocessor = _deployment(Preprocessor).bind(config.preprocessor, config.model, config.revision, redis)
+    encoder_options = EncoderOptions(config=config.vision_encoder, fingerprint=fingerprint, redis=redis)
     engine_options = EngineOptions(
         config=config.lm_engine, fingerprint=fingerprint, max_item_slots=slots, max_item_patches=patches
     )

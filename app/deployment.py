@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from app.admission import Admission, AdmissionConfig
 from app.auth import Authenticator
-from app.ingress import ServerHooks, create_app
+from app.ingress import CHAT, COMPLETIONS, ServerHooks, create_app
 from app.observer import Usage
 from app.pipeline import Pipeline
 from app.replicas import Replicas
@@ -25,6 +25,8 @@ from deployments.handles import EngineHandle, PreprocessorHandle
 from deployments.metrics import ReplicaMetrics, Sample
 
 logger = logging.getLogger("sightline")
+
+ENDPOINTS = (CHAT, COMPLETIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ class Ingress:
             metrics_targets=_no_targets,
             reset_prefix_cache=replicas.reset_prefix_cache,
         )
-        observer = PrometheusObserver(self._metrics)
+        observer = PrometheusObserver(self._metrics, frozenset(tenant.name for tenant in tenants.tenants))
         self._app = create_app(pipeline, settings, Authenticator(tenants), hooks, observer)
         if options.status_page:
             from app.status_page import status_router
@@ -99,13 +101,24 @@ class Ingress:
 
 
 class PrometheusObserver:
-    """app.observer.RequestObserver over the ingress replica's registry."""
+    """app.observer.RequestObserver over the ingress replica's registry.
 
-    def __init__(self, metrics: ReplicaMetrics) -> None:
+    Args:
+        tenants: Names that may label series; whoever else calls is `other`.
+    """
+
+    def __init__(self, metrics: ReplicaMetrics, tenants: frozenset[str] = frozenset()) -> None:
+        self._tenants = tenants
+        self._tenant_requests = metrics.counter("tenant_requests_total")
+        self._tenant_tokens = metrics.counter("tenant_tokens_total")
         self._requests = metrics.counter("requests_total")
         self._seconds = metrics.histogram("request_seconds")
         self._first_token = metrics.histogram("time_to_first_token_seconds")
         self._inter_token = metrics.histogram("inter_token_seconds")
+        for endpoint in ENDPOINTS:
+            # A first event shows as an increase only if there was a zero before.
+            for status in ("200", "400", "429", "499", "500", "503"):
+                self._requests.labels(endpoint, status)
         self._stages = metrics.histogram("request_stage_seconds")
 
     def started(self, endpoint: str) -> None:
@@ -119,12 +132,23 @@ class PrometheusObserver:
             self._inter_token.labels(endpoint).observe(seconds / num_tokens)
 
     def finished(
-        self, endpoint: str, status: int, seconds: float, stage_seconds: Mapping[str, float], usage: Usage
+        self,
+        endpoint: str,
+        status: int,
+        seconds: float,
+        stage_seconds: Mapping[str, float],
+        usage: Usage,
+        tenant: str = "",
     ) -> None:
         self._requests.labels(endpoint, str(status)).inc()
         self._seconds.labels(endpoint).observe(seconds)
         for stage, value in stage_seconds.items():
             self._stages.labels(stage).observe(value)
+        name = tenant if tenant in self._tenants else "other"
+        self._tenant_requests.labels(name, str(status)).inc()
+        counts = (usage.prompt_tokens, usage.cached_tokens, usage.image_tokens, usage.completion_tokens)
+        for kind, count in zip(("prompt", "cached", "image", "generated"), counts, strict=True):
+            self._tenant_tokens.labels(name, kind).inc(count)
 
 
 async def _no_targets() -> list[Mapping[str, Any]]:

@@ -63,7 +63,7 @@ class GenerationResponse:
     async def _answer_whole(self, send: Send) -> None:
         async for batch in self._generation:
             self._writer.keep(batch)
-        body = self._writer.body(self._trace.usage)
+        body = self._writer.body(self._trace.usage, self._extension())
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self._start(send, headers)
         await self._write(send, body, more=False)
@@ -78,7 +78,7 @@ class GenerationResponse:
                 events = self._writer.events(batch)
                 if events:
                     await self._write(send, events)
-            last = self._writer.last_events(self._trace.usage)
+            last = self._writer.last_events(self._trace.usage, self._extension())
         except RequestAbortedError:
             raise
         except Exception as error:
@@ -87,6 +87,9 @@ class GenerationResponse:
         finally:
             keep_alive.cancel()
         await self._write(send, last, more=False)
+
+    def _extension(self) -> dict[str, object] | None:
+        return self._trace.timings() if self._trace.wants_timings else None
 
     async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})

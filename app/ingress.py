@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from app.auth import Authenticator
-from app.body import BodyAccount, BodyReader, check_content_headers, parse_json
+from app.body import BodyAccount, BodyReader, check_content_headers, parse_body
 from app.connection import ClientConnection
 from app.errors import MethodNotAllowedError, answer_for
 from app.exchange import GenerationResponse, merge
@@ -47,6 +47,8 @@ from deployments.messages import DeltaBatch, SequenceDelta
 M = TypeVar("M", bound=BaseModel)
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
+TIMINGS_HEADER = "x-sightline-timings"
+"""With the value 1 an answer ends with `sightline`: stage times and cache results, an extension of OpenAI's form."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -84,7 +86,7 @@ def create_app(
             CORSMiddleware,
             allow_origins=list(settings.cors_allow_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_headers=["authorization", "content-type", "x-request-id", TIMINGS_HEADER],
             expose_headers=["x-request-id", "retry-after"],
         )
     return app
@@ -290,6 +292,7 @@ class _Api:
     def _enter(self, request: Request, endpoint: str) -> tuple[RequestTrace, Tenant]:
         trace: RequestTrace = request.scope[TRACE_KEY]
         trace.begin(endpoint)
+        trace.wants_timings = request.headers.get(TIMINGS_HEADER) == "1"
         tenant = self._auth.authenticate(request.headers.get("authorization"))
         trace.tenant = tenant.name
         return trace, tenant
@@ -300,7 +303,7 @@ class _Api:
         length = headers.get("content-length", "")
         content_length = int(length) if length.isdecimal() and len(length) < 20 else None
         body = await self._bodies.read(request.receive, content_length, account)
-        return parse_json(body, self._settings.limits)
+        return await parse_body(body, self._settings.limits)
 
 
 class _AsgiResponse(Response):

@@ -31,8 +31,9 @@ class EdgeLimits:
     """Path and query; above it 414."""
     max_json_depth: int = 64
     """Nesting of arrays and objects in a body."""
-    max_json_values: int = 1_000_000
-    """Commas and opening brackets in a body: an upper bound of its values, and so of the memory that parsing takes."""
+    max_json_values: int = 262_144
+    """Commas and opening brackets in a body: an upper bound of its values, and so of the memory and time that
+    parsing takes. Object keys cost most: half a microsecond each, in which no other request of the replica moves."""
     max_json_containers: int = 32_768
     """Arrays and objects in a body; checking one costs about 10 µs on the event loop."""
     max_messages: int = 2048
@@ -61,8 +62,9 @@ class EdgeLimits:
     """Alternatives per position (`top_logprobs`, `logprobs`)."""
     max_tools: int = 128
     """Entries of `tools`."""
-    max_schema_bytes: int = 256 << 10
-    """JSON text of one schema or grammar (`response_format`, `tools[].function.parameters`, `structured_outputs`)."""
+    max_schema_bytes: int = 64 << 10
+    """JSON text of one schema or grammar (`response_format`, `tools[].function.parameters`, `structured_outputs`); the
+    engine's grammar compiler takes no larger one."""
     max_uuid_chars: int = 256
     """Characters of a media part's `uuid`."""
 

@@ -40,9 +40,15 @@ class RequestObserver(Protocol):
         """Seconds between two deltas of one request; the later one held `num_tokens` tokens over all choices."""
 
     def finished(
-        self, endpoint: str, status: int, seconds: float, stage_seconds: Mapping[str, float], usage: Usage
+        self,
+        endpoint: str,
+        status: int,
+        seconds: float,
+        stage_seconds: Mapping[str, float],
+        usage: Usage,
+        tenant: str = "",
     ) -> None:
-        """The request is over, whatever the outcome; 499 if the client left."""
+        """The request is over, whatever the outcome; 499 if the client left. `tenant` is "" before anybody is known."""
 
 
 class NullObserver:
@@ -53,7 +59,13 @@ class NullObserver:
     def token_gap(self, endpoint: str, seconds: float, num_tokens: int) -> None: ...
 
     def finished(
-        self, endpoint: str, status: int, seconds: float, stage_seconds: Mapping[str, float], usage: Usage
+        self,
+        endpoint: str,
+        status: int,
+        seconds: float,
+        stage_seconds: Mapping[str, float],
+        usage: Usage,
+        tenant: str = "",
     ) -> None: ...
 
 
@@ -76,6 +88,10 @@ class RequestTrace:
     attempts: int = 0
     stream: bool = False
     num_media: int = 0
+    wants_timings: bool = False
+    """Whether the caller asked for stage times and cache results in the answer."""
+    _engine_began_s: float | None = None
+    _first_delta_s: float | None = None
     _last_delta_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -94,6 +110,7 @@ class RequestTrace:
     def join(self, parts: Sequence[RequestTrace]) -> None:
         """Token counts add up; of a stage that ran side by side the longest time counts."""
         for part in parts:
+            part.close_stages()
             self.attempts = max(self.attempts, part.attempts)
             self.usage.prompt_tokens += part.usage.prompt_tokens
             self.usage.completion_tokens += part.usage.completion_tokens
@@ -108,10 +125,45 @@ class RequestTrace:
         for stage, value in seconds.items():
             self.stage_seconds[stage] = self.stage_seconds.get(stage, 0.0) + value
 
+    def add_window(self, began_s: float, parts: Mapping[str, float], rest: str) -> None:
+        """Share out the time from `began_s` until now: to its parts, and what they don't explain to the stage `rest`.
+
+        Parts that ran side by side and sum up to more than passed are scaled down to it, so that stages add up to the
+        request's time.
+        """
+        self._share(self.clock() - began_s, parts, rest)
+
+    def enter_engine(self) -> None:
+        """From here on the time until the first delta is the engine's and the way there and back."""
+        self._engine_began_s = self.clock()
+
+    def timings(self) -> dict[str, object]:
+        """Stage times so far and cache results, as the answer shows them to who asked."""
+        self._close_generation()
+        stages = {stage: round(seconds, 6) for stage, seconds in self.stage_seconds.items()}
+        return {"stage_seconds": stages, "cache_results": dict(self.cache_results)}
+
+    def close_stages(self) -> None:
+        """Count the time until now to the stage at work. Idempotent but for the time."""
+        self._close_generation()
+        if self._engine_began_s is not None and self._first_delta_s is None:
+            self.add_window(self._engine_began_s, {}, "transfer")  # It ended without an answer.
+            self._engine_began_s = None
+
+    def _close_generation(self) -> None:
+        if self._first_delta_s is not None:
+            self.stage_seconds["generation"] = self.clock() - self._first_delta_s
+
+    def _share(self, passed_s: float, parts: Mapping[str, float], rest: str) -> None:
+        explained_s = sum(parts.values())
+        scale = min(1.0, passed_s / explained_s) if explained_s > 0 else 0.0
+        self.add_stages({stage: seconds * scale for stage, seconds in parts.items()})
+        self.add_stages({rest: max(0.0, passed_s - explained_s)})
+
     def on_deltas(self, deltas: DeltaBatch) -> None:
         now = self.clock()
         if self._last_delta_s is None:
-            self.stage_seconds["first_token"] = now - self.arrived_s
+            self._first_delta_s = now
             self.observer.first_token(self.endpoint, now - self.arrived_s)
         else:
             num_tokens = sum(len(delta.token_ids) for delta in deltas)
@@ -123,11 +175,14 @@ class RequestTrace:
                 self.usage.add(delta.stats)
                 for stage, seconds in delta.stats.stage_seconds.items():
                     slowest[stage] = max(seconds, slowest.get(stage, 0.0))
-        for stage, seconds in slowest.items():
-            self.stage_seconds[stage] = max(seconds, self.stage_seconds.get(stage, 0.0))
+        slowest.pop("generation", None)  # Measured here, with the way of the deltas and their writing.
+        if slowest and self._engine_began_s is not None and self._first_delta_s is not None:
+            self._share(self._first_delta_s - self._engine_began_s, slowest, "transfer")
+            self._engine_began_s = None
 
     def end(self) -> None:
+        self.close_stages()
         if self.endpoint != "other":
             self.observer.finished(
-                self.endpoint, self.status, self.clock() - self.arrived_s, self.stage_seconds, self.usage
+                self.endpoint, self.status, self.clock() - self.arrived_s, self.stage_seconds, self.usage, self.tenant
             )

@@ -7,7 +7,7 @@ write. Log-probabilities travel with the text they belong to; those of text that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,14 +31,14 @@ class AnswerWriter(Protocol):
     def events(self, batch: DeltaBatch) -> bytes:
         """Server-sent events of a batch; may be empty."""
 
-    def last_events(self, usage: Usage) -> bytes:
-        """The usage chunk, if it was asked for, and `[DONE]`."""
+    def last_events(self, usage: Usage, extension: Mapping[str, object] | None = None) -> bytes:
+        """A last chunk with usage and `sightline` (the extension), as far as they were asked for, and `[DONE]`."""
 
     def keep(self, batch: DeltaBatch) -> None:
         """Take a batch into the whole answer."""
 
-    def body(self, usage: Usage) -> bytes:
-        """The whole answer."""
+    def body(self, usage: Usage, extension: Mapping[str, object] | None = None) -> bytes:
+        """The whole answer; the extension is its `sightline`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +125,8 @@ class ChatWriter:
     def events(self, batch: DeltaBatch) -> bytes:
         return b"".join(event for delta in batch for event in self._chunks(delta))
 
-    def last_events(self, usage: Usage) -> bytes:
-        return self._frame.end(usage)
+    def last_events(self, usage: Usage, extension: Mapping[str, object] | None = None) -> bytes:
+        return self._frame.end(usage, extension)
 
     def keep(self, batch: DeltaBatch) -> None:
         for delta in batch:
@@ -139,8 +139,10 @@ class ChatWriter:
                 else:
                     choice.calls[event.index].arguments.append(event.text)
 
-    def body(self, usage: Usage) -> bytes:
-        return self._frame.whole("chat.completion", [self._whole(i) for i in range(len(self._choices))], usage)
+    def body(self, usage: Usage, extension: Mapping[str, object] | None = None) -> bytes:
+        return self._frame.whole(
+            "chat.completion", [self._whole(i) for i in range(len(self._choices))], usage, extension
+        )
 
     def _chunks(self, delta: SequenceDelta) -> Iterable[bytes]:
         choice = self._choices[delta.index]
@@ -254,8 +256,8 @@ class CompletionWriter:
     def events(self, batch: DeltaBatch) -> bytes:
         return b"".join(event for delta in batch for event in self._chunks(delta))
 
-    def last_events(self, usage: Usage) -> bytes:
-        return self._frame.end(usage)
+    def last_events(self, usage: Usage, extension: Mapping[str, object] | None = None) -> bytes:
+        return self._frame.end(usage, extension)
 
     def keep(self, batch: DeltaBatch) -> None:
         for delta in batch:
@@ -263,9 +265,9 @@ class CompletionWriter:
             choice.read(delta)
             choice.text.append(delta.text)
 
-    def body(self, usage: Usage) -> bytes:
+    def body(self, usage: Usage, extension: Mapping[str, object] | None = None) -> bytes:
         wholes = [self._choice(i, "".join(choice.text)) for i, choice in enumerate(self._choices)]
-        return self._frame.whole("text_completion", wholes, usage)
+        return self._frame.whole("text_completion", wholes, usage, extension)
 
     def _chunks(self, delta: SequenceDelta) -> Iterable[bytes]:
         choice = self._choices[delta.index]
@@ -321,14 +323,27 @@ class _Frame:
     def chunk(self, choice: dict[str, Any]) -> bytes:
         return self._before + orjson.dumps(choice) + self._after
 
-    def end(self, usage: Usage) -> bytes:
-        if not self._head.include_usage:
+    def end(self, usage: Usage, extension: Mapping[str, object] | None = None) -> bytes:
+        if not self._head.include_usage and extension is None:
             return DONE
-        last = {**self._fields(self._chunk_object), "choices": [], "usage": usage_object(usage)}
+        last = {**self._fields(self._chunk_object), "choices": []}
+        if self._head.include_usage:
+            last["usage"] = usage_object(usage)
+        if extension is not None:
+            last["sightline"] = extension
         return _event(orjson.dumps(last)) + DONE
 
-    def whole(self, object_name: str, choices: list[dict[str, Any]], usage: Usage) -> bytes:
-        return orjson.dumps({**self._fields(object_name), "choices": choices, "usage": usage_object(usage)})
+    def whole(
+        self,
+        object_name: str,
+        choices: list[dict[str, Any]],
+        usage: Usage,
+        extension: Mapping[str, object] | None = None,
+    ) -> bytes:
+        answer = {**self._fields(object_name), "choices": choices, "usage": usage_object(usage)}
+        if extension is not None:
+            answer["sightline"] = extension
+        return orjson.dumps(answer)
 
     def _fields(self, object_name: str) -> dict[str, Any]:
         return {

@@ -122,6 +122,7 @@ class Pipeline:
                         prepared = await self._prepare(call, trace, deadline, self._max_model_len - 1)
                         sampling = self._fit(call, len(prepared.token_ids))
                     request = self._request(call, engine_id, prepared, sampling, deadline)
+                    trace.enter_engine()
                     async with aclosing(self._run(request, deadline)) as batches:
                         async for batch in batches:
                             if not started:
@@ -133,6 +134,7 @@ class Pipeline:
                 except (ReplicaLostError, PayloadLostError) as error:
                     if started:
                         raise
+                    trace.close_stages()
                     logger.warning("attempt %d of %s was lost: %s", attempt + 1, call.engine_id, error.code)
                     if isinstance(error, PayloadLostError):
                         prepared = None
@@ -155,12 +157,14 @@ class Pipeline:
             media=call.media,
             mm_processor_kwargs=call.mm_processor_kwargs,
             namespace=call.tenant.namespace,
+            cache_salt=call.cache_salt,
             deadline_s=deadline.unix_s,
             max_prompt_tokens=max_prompt_tokens,
             max_item_bytes=call.tenant.limits.max_image_bytes,
         )
+        began_s = trace.clock()
         prepared = await deadline.bound(self._preprocessor.prepare(request))
-        trace.add_stages(prepared.stage_seconds)
+        trace.add_window(began_s, prepared.stage_seconds, "transfer")
         for lookup, count in prepared.cache_results.items():
             trace.cache_results[lookup] = trace.cache_results.get(lookup, 0) + count
         trace.usage.prompt_tokens = len(prepared.token_ids)
@@ -287,6 +291,7 @@ class _Deadline:
     @asynccontextmanager
     async def entered(self, place: AbstractAsyncContextManager[None], trace: RequestTrace) -> AsyncIterator[None]:
         began_s = trace.clock()
+        trace.add_stages({"receive": began_s - trace.arrived_s})
         async with AsyncExitStack() as stack:
             await self.bound(stack.enter_async_context(place))
             trace.add_stages({"admission": trace.clock() - began_s})

@@ -36,6 +36,8 @@ BlockKey = NewType("BlockKey", bytes)
 
 Field = str | bytes | memoryview | int | float | bool | None
 
+_SALT_MARK = "\0"
+
 _INLINE_BYTES = 4096
 """Fields up to this size are gathered and hashed in one call, which for short keys costs more than the hashing."""
 
@@ -92,6 +94,25 @@ def encoded_digest(data: bytes | memoryview, *, decode_settings: str = "", names
         namespace: Tenant namespace, so that no tenant can tell by speed what another one has sent.
     """
     return EncodedDigest(_digest("encoded", (namespace, decode_settings, data)))
+
+
+def uuid_key(namespace: str, uuid: str) -> bytes:
+    """Key under which replicas tell each other what a caller's `uuid` stands for inside its namespace."""
+    return _digest("uuid", (namespace, uuid))
+
+
+def salted_namespace(namespace: str, cache_salt: str) -> str:
+    """The namespace of a request with a `cache_salt`: in every key, requests with other salts are other tenants.
+
+    `unsalted_namespace` gives back the tenant's part, which operators select by.
+    """
+    if _SALT_MARK in namespace:
+        raise ValueError(f"a namespace has no NUL character: {namespace!r}")
+    return f"{namespace}{_SALT_MARK}{cache_salt}" if cache_salt else namespace
+
+
+def unsalted_namespace(namespace: str) -> str:
+    return namespace.partition(_SALT_MARK)[0]
 
 
 def content_digest(

@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from deployments.errors import (
     InternalError,
+    NotFoundError,
     NotReadyError,
     OverloadedError,
     PayloadLostError,
@@ -155,6 +156,10 @@ class EngineHandle:
                 async for batch in deltas:
                     yield batch
             finished = True
+        except NotFoundError as exc:
+            # Replicas came or went since `submit`, so the session is another one's now; the engine that was given the
+            # request ends it, since nobody reads it.
+            raise ReplicaLostError("lm_engine.stream: the session has moved to another replica") from exc
         finally:
             if not finished:
                 deltas.cancel()

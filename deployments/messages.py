@@ -77,6 +77,8 @@ class PrepareRequest:
     """Unix time after which the caller no longer wants an answer."""
     max_prompt_tokens: int | None = None
     """Reject a longer prompt here, before any patches are made."""
+    cache_salt: str = ""
+    """Caller's own division of its namespace; enters every cache key as the namespace does."""
     max_item_bytes: int | None = None
     """Tenant's own limit on the encoded size of one picture or video, below the server's."""
 
@@ -105,7 +107,10 @@ class MediaItem:
     patches: Ref | None = None
     """uint8 array [num_patches, channels * patch * patch] (video: [..., temporal, ...]; see the family)."""
     source: Ref | None = None
-    """Encoded bytes as received (`bytes`), so that patches can be made again."""
+    """Encoded bytes as received (`bytes`), so that patches can be made again. None where only a `uuid` came and another
+    replica has the bytes: the embedding's cache entry is then all there is."""
+    uuid_key: bytes | None = None
+    """Of an item without source: the shared record that vouched for it, forgotten once its patches are missed."""
     processing: Mapping[str, Any] = field(default_factory=dict)
     """Effective processing (resized height and width, frames, ...), enough for `make_patches`."""
     seconds_per_grid: float = 0.0

@@ -7,14 +7,17 @@ new `replica` label, so a counter starts a new series instead of going backwards
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.utils import floatToGoString
 
 PREFIX = "sightline_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -73,8 +76,18 @@ FAMILIES: tuple[Family, ...] = (
     Family("engine_steps_total", "counter", (), "Steps of the engine loop."),
     Family("engine_step_failures_total", "counter", (), "Steps that raised; only their requests failed."),
     Family("scheduler_stalled_seconds", "gauge", (), "Seconds for which work was queued and nothing was scheduled."),
+    Family(
+        "engine_time_to_first_token_seconds", "histogram", (), "Seconds from the engine's queue to a token.", SECONDS
+    ),
+    Family("engine_inter_token_seconds", "histogram", (), "Seconds between two steps' tokens.", TOKEN_SECONDS),
+    Family(
+        "engine_stage_seconds", "histogram", ("stage",), "Seconds of one sequence in a stage of the engine.", SECONDS
+    ),
+    Family("encode_retries_total", "counter", (), "Encoder calls that the engine made again."),
     # Preprocessor.
     Family("media_total", "counter", ("modality", "outcome"), "Items prepared, by outcome."),
+    Family("media_failures_total", "counter", ("code",), "Requests refused for a picture or video, by error code."),
+    Family("uuid_bindings_total", "counter", ("result",), "Uses of a media uuid: new, same, rebound, refused."),
     # Tenants: configured names only; whoever else calls is `other`.
     Family("tenant_requests_total", "counter", ("tenant", "status"), "Finished requests by tenant and HTTP status."),
     Family("tenant_tokens_total", "counter", ("tenant", "kind"), "Tokens: prompt, cached (of them), image, generated."),
@@ -84,8 +97,10 @@ FAMILIES: tuple[Family, ...] = (
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
-Sample = tuple[str, tuple[str, ...], float]
-"""(family name without prefix, label values in the family's order, value)."""
+Sample = tuple[str, tuple[str, ...], float | Mapping[int, int]]
+"""(family name without prefix, label values in the family's order, value). A histogram's value is how often each
+observed number came."""
+Read = Callable[[], Iterable[Sample]]
 
 
 class ReplicaMetrics:
@@ -97,7 +112,7 @@ class ReplicaMetrics:
         read: Called at each scrape; yields the current values of counters and gauges that a core keeps as data.
     """
 
-    def __init__(self, deployment: str, replica: str, read: Any = None) -> None:
+    def __init__(self, deployment: str, replica: str, read: Read | None = None) -> None:
         self._labels = {"deployment": deployment, "replica": replica}
         self._registry = CollectorRegistry(auto_describe=False)
         self._read = read
@@ -134,12 +149,16 @@ class ReplicaMetrics:
 class _StatsCollector:
     """Counters and gauges read from a core at scrape time, so that nothing is counted twice."""
 
-    def __init__(self, read: Any) -> None:
+    def __init__(self, read: Read) -> None:
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
         grouped: dict[str, dict[tuple[str, ...], float]] = {}
+        sizes: dict[str, dict[tuple[str, ...], Tally[int]]] = {}
         for name, labels, value in self._read():
+            if isinstance(value, Mapping):
+                sizes.setdefault(name, {}).setdefault(labels, Tally()).update(value)
+                continue
             values = grouped.setdefault(name, {})
             values[labels] = values.get(labels, 0.0) + value
         for name, values in grouped.items():
@@ -149,6 +168,18 @@ class _StatsCollector:
             for labels, value in values.items():
                 metric.add_metric(labels, value)
             yield metric
+        for name, counts in sizes.items():
+            family = BY_NAME[name]
+            histogram = HistogramMetricFamily(PREFIX + name, family.meaning, labels=family.labels)
+            for labels, tally in counts.items():
+                histogram.add_metric(labels, _buckets(family, tally), sum(size * n for size, n in tally.items()))
+            yield histogram
+
+
+def _buckets(family: Family, tally: Mapping[int, int]) -> list[tuple[str, float]]:
+    """Cumulative counts by upper bound, as Prometheus wants them."""
+    bounds = (*family.buckets, math.inf)
+    return [(floatToGoString(bound), sum(n for size, n in tally.items() if size <= bound)) for bound in bounds]
 
 
 def render(replicas: Iterable[Iterable[Metric]]) -> bytes:

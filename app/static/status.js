@@ -3,7 +3,10 @@
 (() => {
   const POLL_MS = 2000, POLL_AFTER_FAILURE_MS = 10000, SETTLE_MS = 300, SETTLE_TRIES = 10;
   const CHAT = "/v1/chat/completions";
-  const STAGES = ["admission", "fetch", "decode", "preprocess", "queue", "encode", "transfer", "prefill", "generation"];
+  const STAGES = [
+    "receive", "admission", "tokenize", "fetch", "decode", "preprocess", "queue", "encode", "transfer", "prefill",
+    "generation",
+  ];
   const el = (id) => document.getElementById(id);
   const make = (tag, text, attributes = {}) => {
     const made = document.createElement(tag);
@@ -174,7 +177,7 @@
     const before = latest;
     const answer = await fetch(CHAT.slice(1), {
       method: "POST", body: requestBody(), signal: running.signal,
-      headers: { "Content-Type": "application/json", ...headers() },
+      headers: { "Content-Type": "application/json", "X-Sightline-Timings": "1", ...headers() },
     });
     if (!answer.ok) throw new Error(await refusal(answer));
     let ended = false;

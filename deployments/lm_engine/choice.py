@@ -135,7 +135,10 @@ class Timeline:
         return self._first_token_s - self._arrival_s
 
     def stage_seconds(self, first_scheduled_s: float | None, now_s: float) -> dict[str, float]:
-        """Seconds spent so far in queue, encode, prefill and generation; encode overlaps queue and prefill."""
+        """Seconds spent so far in queue, encode, prefill and generation, which add up to the time since arrival.
+
+        While an encode is under way before the first token, the time counts as `encode` and as nothing else.
+        """
         scheduled_s = now_s if first_scheduled_s is None else first_scheduled_s
         first_token_s = now_s if self._first_token_s is None else self._first_token_s
         stages = {
@@ -144,5 +147,10 @@ class Timeline:
             "generation": now_s - first_token_s,
         }
         if self._encode_started_s is not None:
-            stages["encode"] = (now_s if self._encoded_s is None else self._encoded_s) - self._encode_started_s
+            encoded_s = min(now_s if self._encoded_s is None else self._encoded_s, first_token_s)
+            queued = max(0.0, min(encoded_s, scheduled_s) - self._encode_started_s)
+            running = max(0.0, encoded_s - max(self._encode_started_s, scheduled_s))
+            stages["encode"] = queued + running
+            stages["queue"] -= queued
+            stages["prefill"] -= running
         return stages

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from prometheus_client.metrics_core import Metric
 from ray import serve
@@ -12,10 +14,12 @@ from ray.serve.handle import DeploymentHandle
 
 from cache_service.identity import EncoderFingerprint
 from deployments.checkpoint import resolve_model
+from deployments.errors import NotReadyError
 from deployments.handles import EncoderHandle, RayObjectStore
 from deployments.lm_engine.build import build_engine
 from deployments.lm_engine.config import EngineConfig
 from deployments.lm_engine.engine_stats import EngineStats
+from deployments.lm_engine.stats import Budget, Outcome
 from deployments.messages import DeltaBatch, GenerateRequest
 from deployments.metrics import ReplicaMetrics, Sample
 from deployments.ports import ObjectStore, VisionEncoder
@@ -41,6 +45,7 @@ class LMEngine:
         context = serve.get_replica_context()
         self._metrics = ReplicaMetrics(context.deployment, context.replica_id.unique_id, self._samples)
         self._stats: EngineStats | None = None
+        self._observations = EngineObservations(self._metrics)
         self._engine = build_engine(
             config,
             folder,
@@ -56,8 +61,10 @@ class LMEngine:
         await self._engine.submit(request)
 
     async def stream(self, request_id: str) -> AsyncIterator[DeltaBatch]:
-        async for batch in self._engine.stream(request_id):
-            yield batch
+        # Closed here, not whenever the collector finds it: a cancelled stream must free its blocks at once.
+        async with aclosing(self._engine.stream(request_id)) as batches:
+            async for batch in batches:
+                yield batch
 
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)
@@ -73,7 +80,12 @@ class LMEngine:
         self._engine.check_health()
 
     async def metrics(self) -> list[Metric]:
-        self._stats = await self._engine.stats()
+        try:
+            self._stats = await self._engine.stats()
+        except NotReadyError:
+            # The engine's thread has ended: the last totals stand until Serve has replaced the replica.
+            return self._metrics.collect()
+        self._observations.add(self._stats)
         return self._metrics.collect()
 
     def _samples(self) -> Iterator[Sample]:
@@ -81,10 +93,33 @@ class LMEngine:
             yield from engine_samples(self._stats)
 
 
+class EngineObservations:
+    """What the engine observed since the last scrape, into histograms."""
+
+    def __init__(self, metrics: ReplicaMetrics) -> None:
+        self._first_token = metrics.histogram("engine_time_to_first_token_seconds")
+        self._inter_token = metrics.histogram("engine_inter_token_seconds")
+        self._stages = metrics.histogram("engine_stage_seconds")
+
+    def add(self, stats: EngineStats) -> None:
+        for seconds in stats.time_to_first_token_s:
+            self._first_token.observe(seconds)
+        for seconds in stats.inter_token_s:
+            self._inter_token.observe(seconds)
+        for stage, values in stats.stage_seconds.items():
+            observe = self._stages.labels(stage).observe
+            for seconds in values:
+                observe(seconds)
+
+
 def engine_samples(stats: EngineStats) -> Iterator[Sample]:
     """The engine's counters under their metric names."""
     s = stats.scheduler
-    yield from (("budget_rejections_total", key, count) for key, count in s.denials.items())
+    for budget in get_args(Budget):
+        for outcome in get_args(Outcome):
+            yield "budget_rejections_total", (budget, outcome), s.denials.get((budget, outcome), 0)
+    yield "scheduler_stalled_seconds", (), s.stalled_s
+    yield "encode_retries_total", (), stats.encode_retries
     yield "scheduler_requests", ("running",), s.running
     yield "scheduler_requests", ("waiting",), s.waiting
     reusable = min(s.blocks_cached, s.blocks_total - s.blocks_used)
@@ -103,8 +138,6 @@ def engine_samples(stats: EngineStats) -> Iterator[Sample]:
     yield "engine_step_failures_total", (), stats.step_faults
     yield "cache_lookups_total", ("lm_embeddings", "hit"), s.embed_hits
     yield "cache_lookups_total", ("lm_embeddings", "miss"), s.encode_starts
-    yield "cache_lookups_total", ("prefix", "hit"), s.prefix_hit_tokens
-    yield "cache_lookups_total", ("prefix", "miss"), s.prefix_query_tokens - s.prefix_hit_tokens
     yield "cache_evictions_total", ("lm_embeddings",), s.embed_evictions
     yield "cache_evictions_total", ("prefix",), s.block_evictions
     yield "cache_bytes", ("lm_embeddings",), stats.embed_bytes

@@ -10,16 +10,23 @@ from deployments.preprocessor.families.base import Family
 from deployments.preprocessor.families.registry import load_family
 from deployments.preprocessor.fetch import MediaFetcher, Resolver, resolve
 from deployments.preprocessor.isolation import ProcessWorkers
+from deployments.preprocessor.local_media import LocalMedia
 from deployments.preprocessor.preprocess import PreprocessorCore, max_item_slots
 from deployments.preprocessor.processor import MediaProcessor
 from deployments.preprocessor.prompt import PromptBuilder
+from deployments.preprocessor.shared_index import SharedIndex
 from deployments.preprocessor.sources import MediaSources
 from deployments.preprocessor.url_guard import FetchRules
 from deployments.preprocessor.workers import DecodeWorkers, ThreadWorkers
 
 
 def build_preprocessor(
-    config: PreprocessorConfig, folder: Path, store: ObjectStore, *, resolver: Resolver = resolve
+    config: PreprocessorConfig,
+    folder: Path,
+    store: ObjectStore,
+    *,
+    index: SharedIndex | None = None,
+    resolver: Resolver = resolve,
 ) -> PreprocessorCore:
     """A ready core for the model in `folder`. Call it inside the event loop that will use it.
 
@@ -35,8 +42,14 @@ def build_preprocessor(
         prompts=PromptBuilder.from_folder(folder, family),
         processor=processor,
         workers=_workers(config, processor, family),
-        sources=MediaSources(rules, MediaFetcher(config.fetch, rules, resolver=resolver), config.source_cache_bytes),
+        sources=MediaSources(
+            rules,
+            MediaFetcher(config.fetch, rules, resolver=resolver),
+            config.source_cache_bytes,
+            LocalMedia(config.allowed_local_media_path) if config.allowed_local_media_path else None,
+        ),
         store=store,
+        index=index,
     )
 
 

@@ -29,8 +29,9 @@ class FetchConfig:
     """Bound on the silence between two pieces of an answer."""
     max_redirects: int = 3
     """Redirects followed before the fetch fails; each hop is checked like the first URL."""
-    max_in_flight: int = 128
-    """Fetches that run at once; further ones wait within their own time-out."""
+    max_in_flight: int = 1024
+    """Fetches that run at once; further ones wait within their own time-out. Large, since a fetch that waits for a
+    silent host costs a socket only, and many silent hosts must not take every place."""
     max_in_flight_per_host: int = 16
     """Fetches that run at once against one host and port."""
     contact: str = ""
@@ -93,6 +94,9 @@ class PreprocessorConfig:
     """Memory for encoded pictures that a caller named by `uuid`, so that the uuid alone can stand for them."""
     fetch: FetchConfig = field(default_factory=FetchConfig)
     """Rules for `http:` and `https:` URLs."""
+    allowed_local_media_path: str = ""
+    """Folder on the preprocessor's host from which `file:` URLs are read; empty refuses them all. Every caller can
+    read every picture below it."""
 
     def __post_init__(self) -> None:
         for modality, limit in self.limit_mm_per_prompt.items():
@@ -122,6 +126,9 @@ class PreprocessorConfig:
             "source_cache_bytes",
         ):
             _check(name, getattr(self, name), getattr(self, name) > 0, "a number above 0")
+        local = self.allowed_local_media_path
+        own_folder = not local or (local.startswith("/") and local.strip("/") not in ("", ".") and "\0" not in local)
+        _check("allowed_local_media_path", local, own_folder, "an absolute path other than /, or empty")
         _check("decode_threads", self.decode_threads, self.decode_threads >= 0, "0 or more")
 
 

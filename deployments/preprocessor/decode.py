@@ -18,6 +18,8 @@ Everything here blocks; run it off the event loop. Foreign exceptions end here.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import io
 import re
 import warnings
@@ -25,7 +27,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, _imaging
 
 from deployments.errors import MediaError
 from deployments.preprocessor.resize import check_aspect_ratio
@@ -80,7 +82,19 @@ class ImageDecoder:
         self._simplejpeg = use_simplejpeg and _has_simplejpeg()
         Image.MAX_IMAGE_PIXELS = max_pixels
         ImageFile.LOAD_TRUNCATED_IMAGES = False
+        # Pillow warns of damage in texts that vary without end, and each would be a line on stderr.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
+        _silence_libtiff()
+
+    def assert_guards(self) -> None:
+        """Call once everything is imported: libraries have been seen to lift Pillow's limit on import.
+
+        Raises:
+            RuntimeError: Pillow's process-wide guards are no longer as this decoder set them.
+        """
+        if self._max_pixels != Image.MAX_IMAGE_PIXELS or ImageFile.LOAD_TRUNCATED_IMAGES:
+            raise RuntimeError("an imported library has changed Pillow's process-wide limits")
 
     @property
     def settings(self) -> str:
@@ -178,6 +192,19 @@ def _invalid(num_bytes: int) -> MediaError:
 
 def _decoded(pixels: np.ndarray) -> DecodedImage:
     return DecodedImage("RGB", (pixels.shape[1], pixels.shape[0]), pixels)
+
+
+@functools.cache
+def _silence_libtiff() -> None:
+    """Damaged TIFFs would write lines of their own to stderr, as fast as callers send them; the error says enough."""
+    try:
+        library = ctypes.CDLL(_imaging.__file__)  # finds what Pillow's extension is linked with
+        handlers = [library[f"TIFFSet{kind}Handler"] for kind in ("Error", "Warning")]
+    except (OSError, AttributeError):  # a Pillow that is linked in another way: nothing lost but quiet
+        return
+    for handler in handlers:
+        handler.argtypes, handler.restype = [ctypes.c_void_p], ctypes.c_void_p
+        handler(None)
 
 
 # -- orientation ------------------------------------------------------------------------------------------------------

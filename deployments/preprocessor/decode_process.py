@@ -61,6 +61,7 @@ def serve(pipe: Connection, arena_path: str, limits: JobLimits, make_processor: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this ends
     with contextlib.suppress(EOFError, BrokenPipeError), open(arena_path, "r+b", buffering=0) as arena:
         processor = make_processor()
+        _silence_codecs()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
         pipe.send(Result())
@@ -68,6 +69,12 @@ def serve(pipe: Connection, arena_path: str, limits: JobLimits, make_processor: 
             job: Job = pipe.recv()
             _limit_cpu(limits.cpu_s)
             pipe.send(_run(processor, job, arena.fileno()))
+
+
+def _silence_codecs() -> None:
+    """Some codecs print on damage, and callers could fill the log with it. Errors travel through the pipe."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
 
 
 def _limit_cpu(cpu_s: float) -> None:

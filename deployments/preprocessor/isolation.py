@@ -15,9 +15,10 @@ import functools
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
@@ -43,8 +44,17 @@ from deployments.preprocessor.media import EncodedMedia, Inspection, MediaOption
 from deployments.preprocessor.processor import MediaProcessor
 from deployments.preprocessor.workers import one_torch_thread
 
-# `__main__` too: each process would otherwise import it by itself, and a Serve replica's main module is Ray's.
-_PRELOAD = ["__main__", "torch.nn.functional", "PIL.Image", "deployments.preprocessor.processor"]
+_PRELOAD = [
+    "torch.nn.functional",
+    "PIL.Image",
+    "av",
+    "simplejpeg",
+    "deployments.preprocessor.decode_process",
+    "deployments.preprocessor.isolation",
+    "deployments.preprocessor.families.registry",
+]
+"""What a worker needs; modules that are not installed are passed over."""
+_MAIN_LOCK = threading.Lock()
 _START_TIMEOUT_S = 60.0
 _DEATH_TIMEOUT_S = 1.0
 _TRIES = 2
@@ -154,6 +164,24 @@ class ProcessWorkers:
             loop.call_soon_threadsafe(self._idle.put_nowait, worker)
 
 
+@contextlib.contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Keeps `multiprocessing` from running the main module again in a process that is started in here.
+
+    No worker needs it, and a Serve replica's is Ray's: a second of imports for every replacement.
+    """
+    main = sys.modules["__main__"]
+    with _MAIN_LOCK:
+        spec, file = main.__spec__, main.__dict__.pop("__file__", None)
+        main.__spec__ = None
+        try:
+            yield
+        finally:
+            main.__spec__ = spec
+            if file is not None:
+                main.__file__ = file
+
+
 def _make_processor(config: PreprocessorConfig, family: Family) -> MediaProcessor:
     if config.resample == "torch":
         one_torch_thread()
@@ -228,16 +256,16 @@ class _Worker:
             daemon=True,
             name="decode",
         )
-        self._process.start()
+        with _without_main_module():
+            self._process.start()
         theirs.close()
-        if not self._pipe.poll(_START_TIMEOUT_S):
-            self._end()
-            raise InternalError("a decode process did not start in time")
         try:
+            if not self._pipe.poll(_START_TIMEOUT_S):
+                raise TimeoutError
             self._pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):  # the next job tries again
             self._end()
-            raise InternalError("a decode process died while it started") from None
+            raise OverloadedError("a decode process could not be started right now", retry_after_s=1.0) from None
 
     def _end(self) -> None:
         self._process.kill()

@@ -5,7 +5,7 @@
 
 Checks go from cheap to costly: nothing is fetched for a request that its own text already disqualifies, and nothing is
 decoded for one whose pictures don't fit the context. A picture seen before is not decoded again: its digest and size
-are in the alias table, so its item travels without patches.
+are in the alias table, or in the index that replicas share, so its item travels without patches.
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from cache_service.identity import ContentDigest, EncodedDigest, encoded_digest, item_identity
+from cache_service.identity import (
+    ContentDigest,
+    EncodedDigest,
+    encoded_digest,
+    item_identity,
+    salted_namespace,
+    uuid_key,
+)
 from cache_service.lru import ByteLRU, LRUStats
 from cache_service.negative_cache import NegativeCache, NegativeResult
 from cache_service.single_flight import SingleFlight, SingleFlightStats
@@ -42,7 +49,8 @@ from deployments.preprocessor.mm_options import apply_detail, parse_media_option
 from deployments.preprocessor.processor import MediaProcessor
 from deployments.preprocessor.prompt import PromptBuilder
 from deployments.preprocessor.resize import max_resized_cells
-from deployments.preprocessor.sources import MediaSources
+from deployments.preprocessor.shared_index import KnownMedia, NamedMedia, SharedIndex, decoder_versions
+from deployments.preprocessor.sources import MediaSources, has_payload, unknown_uuid
 from deployments.preprocessor.workers import DecodeWorkers
 
 T = TypeVar("T")
@@ -52,19 +60,23 @@ _FRAME_ENTRY_BYTES = 80
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What the alias table says about a file's bytes."""
+class _Vouched:
+    """A uuid without payload whose bytes another replica has seen."""
 
-    content: ContentDigest
-    inspection: Inspection
+    key: bytes
+    known: KnownMedia
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """Encoded bytes at hand, size known, nothing decoded."""
+    """Size known, nothing decoded; encoded bytes at hand, or vouched for by another replica."""
 
-    data: EncodedMedia
-    key: EncodedDigest
+    data: EncodedMedia | None
+    """None if only a uuid came and another replica has the bytes; `content` is known then."""
+    key: bytes
+    """Alias key of the bytes; without them, `uuid_key` of their name."""
+    settings: str
+    """How the bytes are decoded, if they are."""
     inspection: Inspection
     layout: Layout
     options: MediaOptions
@@ -79,8 +91,10 @@ class _Made:
     content: ContentDigest
     inspection: Inspection
     layout: Layout
-    source: Ref
+    source: Ref | None
     patches: Ref | None
+    uuid_key: bytes | None = None
+    """Without a source: the shared record that vouches for the item."""
 
 
 @dataclass(slots=True)
@@ -114,6 +128,10 @@ class PreprocessorStats:
     sources: LRUStats
     uuids: UuidTableStats
     flights: SingleFlightStats
+    shared_lookups: Mapping[tuple[str, str], int]
+    """Look-ups in the shared index by (kind of record, result); empty without one."""
+    shared_bytes: Mapping[str, int]
+    """Bytes of shared records by `read` and `write`."""
 
 
 class PreprocessorCore:
@@ -125,6 +143,7 @@ class PreprocessorCore:
         workers: Decode, resize and patchify off the event loop.
         sources: Reads media.
         store: Takes patches and encoded bytes.
+        index: What replicas tell each other; without it each knows what it has seen itself.
         clock: Unix time in seconds, for deadlines.
     """
 
@@ -138,6 +157,7 @@ class PreprocessorCore:
         workers: DecodeWorkers,
         sources: MediaSources,
         store: ObjectStore,
+        index: SharedIndex | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._config = config
@@ -147,14 +167,16 @@ class PreprocessorCore:
         self._workers = workers
         self._sources = sources
         self._store = store
+        self._index = index
         self._clock = clock
+        self._decoders = decoder_versions()
         self._defaults = MediaOptions(
             image_limits=server_pixel_limits(config.mm_processor_kwargs, family.limits),
             frame_limits=server_pixel_limits(config.mm_processor_kwargs, family.frame_limits),
             fps=config.video_fps,
         )
         self._max_slots = max_item_slots(config, family)
-        self._aliases: ByteLRU[tuple[str, EncodedDigest], _Known] = ByteLRU(config.alias_cache_bytes)
+        self._aliases: ByteLRU[tuple[str, EncodedDigest], KnownMedia] = ByteLRU(config.alias_cache_bytes)
         self._refused = NegativeCache()
         self._flights: SingleFlight[tuple[ProcessedMedia, Ref]] = SingleFlight(is_final=_is_verdict)
         self._requests = self._decodes = self._remakes = 0
@@ -165,6 +187,7 @@ class PreprocessorCore:
         """See `ports.Preprocessor`. Cancelling it stops fetches and drops decodes that have not begun."""
         self._requests += 1
         tally = _Tally()
+        request = replace(request, namespace=salted_namespace(request.namespace, request.cache_salt), cache_salt="")
         async with self._until(request.deadline_s):
             options = self._admit(request)
             token_ids = await self._tokenize(request, tally)
@@ -173,7 +196,7 @@ class PreprocessorCore:
             self._check_length(request, len(token_ids) + sum(slots) - len(slots), sum(slots))
             made = await self._make_all(request, loaded, tally)
         for media, source, result in zip(request.media, loaded, made, strict=True):
-            self._sources.remember(media, request.namespace, result.content, source.data)
+            await self._remember_name(media, request.namespace, source, result)
         expanded = self._prompts.expand(token_ids, [result.layout.num_slots for result in made])
         return PreparedPrompt(
             token_ids=expanded.token_ids,
@@ -192,6 +215,8 @@ class PreprocessorCore:
             PayloadLostError: The item's encoded bytes are gone as well; the request must be prepared again.
         """
         if item.source is None:
+            if item.uuid_key is not None and self._index is not None:
+                await self._index.forget_name(item.uuid_key)  # preparing it again then says that the uuid is unknown
             raise PayloadLostError("the item carries no source to make patches from")
         self._remakes += 1
         async with self._until(deadline_s):
@@ -205,6 +230,8 @@ class PreprocessorCore:
         """Stop workers and connections."""
         await self._sources.close()
         await self._workers.close()
+        if self._index is not None:
+            await self._index.close()
 
     def stats(self) -> PreprocessorStats:
         return PreprocessorStats(
@@ -217,6 +244,11 @@ class PreprocessorCore:
             sources=self._sources.cache_stats(),
             uuids=replace(self._sources.uuid_stats()),
             flights=replace(self._flights.stats),
+            shared_lookups={
+                (kind, result.value): count
+                for (kind, result), count in (self._index.lookups() if self._index else {}).items()
+            },
+            shared_bytes=self._index.transferred_bytes() if self._index else {},
         )
 
     # -- admission: nothing here costs more than reading the request --------------------------------------------------
@@ -232,7 +264,7 @@ class PreprocessorCore:
         options = parse_media_options(request.mm_processor_kwargs, self._defaults)
         for media in request.media:
             with _naming(media):
-                self._sources.check(media, request.namespace)
+                self._sources.check(media, request.namespace, may_be_shared=self._index is not None)
         return options
 
     def _check_length(self, request: PrepareRequest, num_tokens: int, slots: int = 0) -> None:
@@ -258,34 +290,84 @@ class PreprocessorCore:
         async def load(index: int) -> _Loaded:
             media = request.media[index]
             with _naming(media):
-                return await self._load(media, request.namespace, apply_detail(options, media.detail), tally)
+                return await self._load(media, request, apply_detail(options, media.detail), tally)
 
         keys = [(media.modality, media.url, media.frames, media.uuid, media.detail) for media in request.media]
         return await gather_distinct(keys, load)
 
-    async def _load(self, media: MediaInput, namespace: str, options: MediaOptions, tally: _Tally) -> _Loaded:
+    async def _load(self, media: MediaInput, request: PrepareRequest, options: MediaOptions, tally: _Tally) -> _Loaded:
         self._items_loaded[media.modality] += 1
+        namespace = request.namespace
         is_image = media.modality == "image"
         max_bytes = self._config.max_image_bytes if is_image else self._config.max_video_bytes
+        if request.max_item_bytes is not None:
+            max_bytes = min(max_bytes, request.max_item_bytes)
+        settings = f"{self._processor.decode_settings(media.modality, options)} {self._decoders}"
         with tally.timed("fetch"):
-            data = await self._sources.read(media, namespace, max_bytes)
-            settings = self._processor.decode_settings(media.modality, options)
-            key = await asyncio.to_thread(_alias_key, data, settings)
-        if refused := self._refused.get(namespace, key):
-            raise MediaError(refused.message, code=refused.code)
-        known = self._aliases.get((namespace, key))
-        tally.lookups["alias:hit" if known else "alias:miss"] += 1
-        if known is None:
-            inspection = await self._judge(self._workers.inspect(media.modality, data, options), namespace, key)
+            read = await self._read(media, namespace, max_bytes, settings)
+        if isinstance(read, _Vouched):
+            data, key, known, inspection = None, read.key, read.known, read.known.inspection
         else:
-            inspection = known.inspection
+            data, known = read, None
+            with tally.timed("fetch"):
+                key = alias = await asyncio.to_thread(_alias_key, read, settings, namespace)
+            known = await self._recognise(namespace, alias)
+            tally.lookups["alias:hit" if known else "alias:miss"] += 1
+            if known is None:
+                inspection = await self._judge(self._workers.inspect(media.modality, read, options), namespace, alias)
+            else:
+                inspection = known.inspection
         layout = self._processor.layout(media.modality, inspection, options)
         if layout.num_slots > self._max_slots:
             raise MediaError(
                 f"the item takes {layout.num_slots} tokens after resizing; at most {self._max_slots} are allowed",
                 code="image_too_large" if is_image else "video_too_large",
             )
-        return _Loaded(data, key, inspection, layout, options, known.content if known else None)
+        return _Loaded(data, key, settings, inspection, layout, options, known.content if known else None)
+
+    async def _read(self, media: MediaInput, namespace: str, max_bytes: int, settings: str) -> EncodedMedia | _Vouched:
+        """The item's bytes; or, if only a uuid came and they are not here, what another replica knows of them."""
+        if has_payload(media) or media.uuid is None or self._index is None:
+            return await self._sources.read(media, namespace, max_bytes)
+        key = uuid_key(namespace, media.uuid)
+        named = await self._index.find_name(key)
+        if named is None:
+            return await self._sources.read(media, namespace, max_bytes)
+        # The shared record is as new as any: another replica may have seen the uuid with another payload since.
+        data = self._sources.held(namespace, named.known.content)
+        if data is not None:
+            return data
+        if named.settings != settings:
+            raise unknown_uuid()
+        return _Vouched(key, named.known)
+
+    async def _recognise(self, namespace: str, key: EncodedDigest) -> KnownMedia | None:
+        """What is known of the bytes behind an alias key. Raises the verdict if they were found bad."""
+        refused = self._refused.get(namespace, key)
+        known = self._aliases.get((namespace, key))
+        if refused is None and known is None and self._index is not None:
+            found = await self._index.find(key)
+            if isinstance(found, KnownMedia):
+                known = found
+                self._add_alias(namespace, key, known)
+            else:
+                refused = found
+        if refused is not None:
+            raise MediaError(refused.message, code=refused.code)
+        return known
+
+    def _add_alias(self, namespace: str, key: EncodedDigest, known: KnownMedia) -> None:
+        num_bytes = _ALIAS_ENTRY_BYTES + len(namespace) + _FRAME_ENTRY_BYTES * len(known.inspection.frame_indices)
+        self._aliases.put((namespace, key), known, num_bytes)
+
+    async def _remember_name(self, media: MediaInput, namespace: str, loaded: _Loaded, made: _Made) -> None:
+        """Let the item's uuid, if it has one, stand for what came with it."""
+        if media.uuid is None or loaded.data is None:
+            return
+        self._sources.remember(media, namespace, made.content, loaded.data)
+        if self._index is not None and has_payload(media):
+            named = NamedMedia(KnownMedia(made.content, made.inspection), loaded.settings)
+            await self._index.bind_name(namespace, uuid_key(namespace, media.uuid), named)
 
     async def _make_all(self, request: PrepareRequest, loaded: Sequence[_Loaded], tally: _Tally) -> list[_Made]:
         async def make(index: int) -> _Made:
@@ -296,11 +378,15 @@ class PreprocessorCore:
 
     async def _make(self, modality: Modality, loaded: _Loaded, namespace: str, tally: _Tally) -> _Made:
         """Decodes only what was never seen before, and that only once at a time."""
+        if loaded.data is None:
+            assert loaded.content is not None
+            return _Made(loaded.content, loaded.inspection, loaded.layout, None, None, loaded.key)
         if loaded.content is not None:
             source = await asyncio.to_thread(self._store.put, loaded.data)
             return _Made(loaded.content, loaded.inspection, loaded.layout, source, None)
         key = (namespace, loaded.key, loaded.options)
-        flight = await self._flights.run(key, lambda: self._process(modality, loaded, namespace))
+        data = loaded.data
+        flight = await self._flights.run(key, lambda: self._process(modality, data, loaded, namespace))
         result, patches = flight.value
         if flight.joined:
             tally.lookups["flight:join"] += 1
@@ -310,15 +396,21 @@ class PreprocessorCore:
         source = await asyncio.to_thread(self._store.put, loaded.data)
         return _Made(result.content, result.inspection, result.layout, source, patches)
 
-    async def _process(self, modality: Modality, loaded: _Loaded, namespace: str) -> tuple[ProcessedMedia, Ref]:
+    async def _process(
+        self, modality: Modality, data: EncodedMedia, loaded: _Loaded, namespace: str
+    ) -> tuple[ProcessedMedia, Ref]:
         self._decodes += 1
-        work = self._workers.process(modality, loaded.data, loaded.inspection, loaded.options)
-        result = await self._judge(work, namespace, loaded.key)
+        key = EncodedDigest(loaded.key)
+        result = await self._judge(
+            self._workers.process(modality, data, loaded.inspection, loaded.options), namespace, key
+        )
         if result.layout.num_slots > loaded.layout.num_slots:
             raise InternalError(f"{result.layout.num_slots} slots came of {loaded.layout.num_slots} planned ones")
         patches = await asyncio.to_thread(self._store.put, result.patches)
-        num_bytes = _ALIAS_ENTRY_BYTES + len(namespace) + _FRAME_ENTRY_BYTES * len(result.inspection.frame_indices)
-        self._aliases.put((namespace, loaded.key), _Known(result.content, result.inspection), num_bytes)
+        known = KnownMedia(result.content, result.inspection)
+        self._add_alias(namespace, key, known)
+        if self._index is not None:
+            await self._index.add(namespace, key, known)
         return replace(result, patches=result.patches[:0].copy()), patches
 
     async def _judge(self, work: Awaitable[T], namespace: str, key: EncodedDigest) -> T:
@@ -326,7 +418,10 @@ class PreprocessorCore:
         try:
             return await work
         except MediaError as exc:
-            self._refused.put(namespace, key, NegativeResult(exc.code, exc.message))
+            verdict = NegativeResult(exc.code, exc.message)
+            self._refused.put(namespace, key, verdict)
+            if self._index is not None:
+                await self._index.refuse(namespace, key, verdict)
             raise
 
     # -- result -------------------------------------------------------------------------------------------------------
@@ -348,6 +443,7 @@ class PreprocessorCore:
             param=media.param,
             patches=made.patches,
             source=made.source,
+            uuid_key=made.uuid_key,
             processing=processing,
             seconds_per_grid=inspection.seconds_per_frame * self._family.geometry.temporal_patch_size,
         )
@@ -372,11 +468,11 @@ def max_item_slots(config: PreprocessorConfig, family: Family) -> int:
     return max_resized_cells(family.geometry.cell, server_pixel_limits(config.mm_processor_kwargs, family.limits))
 
 
-def _alias_key(data: EncodedMedia, settings: str) -> EncodedDigest:
+def _alias_key(data: EncodedMedia, settings: str, namespace: str) -> EncodedDigest:
     if isinstance(data, bytes):
-        return encoded_digest(data, decode_settings=settings)
-    digests = [encoded_digest(part) for part in data]
-    return encoded_digest(b"".join(digests), decode_settings=f"{settings} frames={len(digests)}")
+        return encoded_digest(data, decode_settings=settings, namespace=namespace)
+    joined = b"".join(encoded_digest(part) for part in data)
+    return encoded_digest(joined, decode_settings=f"{settings} frames={len(data)}", namespace=namespace)
 
 
 def _is_verdict(error: Exception) -> bool:

@@ -41,6 +41,7 @@ class MediaProcessor:
             "image": PictureProcessor(family, decoder, resizer),
             "video": VideoProcessor(config, family, decoder, resizer),
         }
+        decoder.assert_guards()
 
     def inspect(self, modality: Modality, data: EncodedMedia, options: MediaOptions) -> Inspection:
         """What the header says. Raises MediaError."""

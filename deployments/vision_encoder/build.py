@@ -1,6 +1,6 @@
 """Puts the encoder together from its options: folder, device, kernels, graphs, memory. Runs once, at start.
 
-What needs cache keys (blake3) is imported where it is used, so that the core runs without it.
+The checkpoint reader (blake3) is imported where it is used, so that a core with given weights runs without it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -26,15 +26,7 @@ from deployments.vision_encoder.packing import Capacity, plan_batches, plan_smal
 from deployments.vision_encoder.stats import EncoderStats
 from deployments.vision_encoder.weights import DummyWeights, WeightSource, checkpoint_weights
 
-if TYPE_CHECKING:
-    from cache_service.identity import EncoderFingerprint
-    from deployments.ports import ObjectStore, Preprocessor
-    from deployments.vision_encoder.service import EmbeddingCache, EncoderService
-
 logger = logging.getLogger(__name__)
-
-ENCODER_REVISION = "1"
-"""Changes whenever our forward pass changes its results."""
 
 
 def load_core(config: EncoderConfig, *, keep_on_device: bool = False, stats: EncoderStats | None = None) -> EncoderCore:
@@ -57,53 +49,6 @@ def load_core(config: EncoderConfig, *, keep_on_device: bool = False, stats: Enc
         normalisation=read_normalisation(folder, model_config),
         keep_on_device=keep_on_device,
         stats=stats,
-    )
-
-
-def build_service(
-    config: EncoderConfig,
-    core: EncoderCore,
-    store: ObjectStore,
-    *,
-    fingerprint: EncoderFingerprint,
-    preprocessor: Preprocessor | None = None,
-    lower: EmbeddingCache | None = None,
-) -> EncoderService:
-    """The stage around a core. Call it on the event loop that will serve; `close()` of the result ends it."""
-    from deployments.vision_encoder.batcher import DynamicBatcher
-    from deployments.vision_encoder.service import EncoderService
-
-    batcher = DynamicBatcher(
-        core.encode,
-        core.limit,
-        max_wait_s=config.max_wait_s,
-        max_queued_items=config.max_queued_items,
-        stats=core.stats,
-        num_threads=config.num_threads,
-    )
-    return EncoderService(
-        core,
-        batcher,
-        store,
-        fingerprint=fingerprint,
-        cache_bytes=config.cache_bytes,
-        stats=core.stats,
-        preprocessor=preprocessor,
-        lower=lower,
-    )
-
-
-def load_fingerprint(config: EncoderConfig, core: EncoderCore) -> EncoderFingerprint:
-    """What makes this encoder's embeddings different from another's; enters every embedding key."""
-    from cache_service.identity import EncoderFingerprint
-    from deployments.checkpoint import resolve_model, weights_revision
-
-    folder = resolve_model(config.model, config.revision, config_only=config.load_format == "dummy")
-    return EncoderFingerprint(
-        model_id=config.model,
-        weights_revision=weights_revision(folder, config.load_format),
-        dtype=core.dtype_name,
-        encoder_revision=ENCODER_REVISION,
     )
 
 

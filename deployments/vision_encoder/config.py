@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+ENCODER_REVISION = "1"
+"""Part of every embedding's fingerprint; changes whenever our forward pass changes its results."""
+
 LoadFormat = Literal["auto", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client.metrics_core import Metric
 from ray import serve
@@ -18,6 +19,7 @@ from cache_service.redis_config import RedisTierConfig
 from cache_service.redis_lease import RedisLeases
 from cache_service.redis_tier import RedisTier
 from cache_service.single_flight import SingleFlight
+from cache_service.tier import LookupResult
 from cache_service.tiered import TieredCache
 from deployments.handles import PreprocessorHandle, RayObjectStore
 from deployments.messages import EncodedItem, EncodeRequest
@@ -61,7 +63,7 @@ class EncoderParts:
             num_threads=config.num_threads,
         )
         self.redis = None if options.redis is None else RedisTier.connect(options.redis, kind=REDIS_KIND)
-        self.lower = None if self.redis is None else _shared_cache(self.redis)
+        self.lower = None if self.redis is None else _shared_cache(self.redis, options.fingerprint.model_id)
         self.service = EncoderService(
             core,
             batcher,
@@ -103,11 +105,11 @@ class VisionEncoder:
         return self._metrics.collect()
 
 
-def _shared_cache(redis: RedisTier) -> ReadThrough[Embedding]:
+def _shared_cache(redis: RedisTier, model: str) -> ReadThrough[Embedding]:
     flights: SingleFlight[Found[Embedding]] = SingleFlight()
     return ReadThrough(
         TieredCache([redis], decode_embedding),
-        encode_embedding,
+        partial(encode_embedding, model=model),
         flights=flights,
         shared=redis,
         cluster=ClusterFlight(RedisLeases(redis.link, redis.layout)),
@@ -122,14 +124,20 @@ def encoder_samples(stats: EncoderStats) -> Iterator[Sample]:
     yield from (("encoder_tokens_total", (path,), count) for path, count in stats.slots.items())
     yield from (("encoder_eager_fallbacks_total", (why,), count) for why, count in stats.eager_fallbacks.items())
     yield from (("encoder_batch_seconds_total", (path,), seconds) for path, seconds in stats.batch_seconds.items())
-    yield from (("encoder_batch_failures_total", (kind,), count) for kind, count in stats.batch_failures.items())
+    for kind in ("out_of_memory", "error"):
+        yield "encoder_batch_failures_total", (kind,), stats.batch_failures[kind]
+    yield "encoder_batch_items", (), dict(stats.batch_items)
+    for result in ("hit", "miss"):
+        yield "cache_lookups_total", ("memory", result), 0
     yield from (("cache_lookups_total", key, count) for key, count in stats.cache_results.items() if key[0] != "lower")
     yield "single_flight_joins_total", ("encoder",), stats.single_flight_joins
-    yield from (("budget_rejections_total", ("encoder", "rejected"), n) for n in stats.rejected_items.values())
+    yield "budget_rejections_total", ("encoder", "rejected"), sum(stats.rejected_items.values())
 
 
 def _redis_samples(redis: RedisTier, lower: ReadThrough[Embedding]) -> Iterator[Sample]:
     stats = redis.stats()
+    for result in LookupResult:
+        yield "cache_lookups_total", ("redis", result.value), 0
     for (tier, result), count in lower.cache.stats.lookups.items():
         yield "cache_lookups_total", (tier, result.value), count
     yield "cache_transfer_bytes_total", ("redis", "read"), stats.bytes_in

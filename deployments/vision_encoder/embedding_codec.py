@@ -17,15 +17,28 @@ class Embedding:
     """[num_slots, width]; as NumPy, bfloat16 is viewed as uint16."""
     dtype: str
     grid: tuple[int, int, int]
+    namespace: str = ""
+    """Tenant's, of one that was computed here: a label for operators, who may select by it. Never a key."""
 
 
-def encode_embedding(key: bytes, embedding: Embedding) -> bytes:
-    """The value to store under `key`. Copies, and reads a device tensor back: call it off the event loop."""
+def encode_embedding(key: bytes, embedding: Embedding, *, model: str = "") -> bytes:
+    """The value to store under `key`. Copies, and reads a device tensor back: call it off the event loop.
+
+    Args:
+        model: Model id, a label for operators as the namespace is.
+    """
     rows = embedding.rows
     if isinstance(rows, torch.Tensor):
         host = rows.to("cpu")
         rows = (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy()
-    return encode_array(key, np.ascontiguousarray(rows), dtype=embedding.dtype, grid=embedding.grid)
+    return encode_array(
+        key,
+        np.ascontiguousarray(rows),
+        dtype=embedding.dtype,
+        grid=embedding.grid,
+        namespace=embedding.namespace,
+        model=model,
+    )
 
 
 def decode_embedding(key: bytes, value: memoryview, *, trusted: bool) -> Embedding:

@@ -140,7 +140,7 @@ class EncoderService:
         if cached is not None:
             return _with_origin(cached, "memory")
         flight = await self._flight.run(
-            key, lambda: self._compute(key, item, spec, request.deadline_s), timeout_s=self._join_timeout_s
+            key, lambda: self._compute(key, item, spec, request), timeout_s=self._join_timeout_s
         )
         if flight.joined:
             self.stats.single_flight_joins += 1
@@ -161,10 +161,10 @@ class EncoderService:
         return spec
 
     async def _compute(
-        self, key: EmbeddingIdentity, item: MediaItem, spec: ItemSpec, deadline_s: float | None
+        self, key: EmbeddingIdentity, item: MediaItem, spec: ItemSpec, request: EncodeRequest
     ) -> EncodedItem:
         """The leader's work; its result is in the memory cache before any caller has it."""
-        embedding, origin = await self._find(key, item, spec, deadline_s)
+        embedding, origin = await self._find(key, item, spec, request)
         rows = embedding.rows
         encoded = EncodedItem(
             identity=item.identity,
@@ -178,14 +178,14 @@ class EncoderService:
         return encoded
 
     async def _find(
-        self, key: EmbeddingIdentity, item: MediaItem, spec: ItemSpec, deadline_s: float | None
+        self, key: EmbeddingIdentity, item: MediaItem, spec: ItemSpec, request: EncodeRequest
     ) -> tuple[Embedding, Origin]:
         async def compute() -> Embedding:
-            patches = await self._patches(item, deadline_s)
+            patches = await self._patches(item, request.deadline_s)
             load = sum(spec.loads.values(), Load())
             rows = await self._batcher.submit(VisionItem(item.modality, item.grid, patches), load)
             self._check_rows(rows, item)
-            return Embedding(rows, self._core.dtype_name, item.grid)
+            return Embedding(rows, self._core.dtype_name, item.grid, request.namespace)
 
         if self._lower is None:
             return await compute(), "computed"

@@ -142,10 +142,45 @@ _TOKENS = Row(
     ),
 )
 
+
+def mean(family: str) -> str:
+    return ratio(total(rate(f"{family}_sum")), total(rate(f"{family}_count")))
+
+
+_LATENCY = Row(
+    title="Inside the engine",
+    panels=(
+        Panel(
+            title="Engine: time to first token, mean",
+            unit="s",
+            description="From the engine's queue to the first token, without the way there and back.",
+            queries=(Query(expr=mean("engine_time_to_first_token_seconds"), legend="mean"),),
+        ),
+        Panel(
+            title="Engine: time between tokens, mean",
+            unit="s",
+            description="Between two steps of one sequence. Clients see this and the stream's own delay.",
+            queries=(Query(expr=mean("engine_inter_token_seconds"), legend="mean"),),
+        ),
+        Panel(
+            title="Engine: seconds a second by stage",
+            description="Where sequences spend their time; time with an encode under way counts as encode only.",
+            queries=(Query(expr=total_rate("engine_stage_seconds_sum", "stage"), legend="{{stage}}"),),
+        ),
+        Panel(
+            title="Encoder calls made again",
+            unit="ops",
+            description="The encoder was overloaded or lost a payload. Steady growth: look at the encoder's queue.",
+            queries=(Query(expr=total_rate("encode_retries_total", "replica"), legend="{{replica}}"),),
+        ),
+    ),
+)
+
+
 DASHBOARD = Dashboard(
     uid="sightline-engine",
     title="Sightline / Engine",
     description="KV cache, embedding slots, sequences and steps of the LM engine.",
-    rows=(_MEMORY, _SEQUENCES, _TOKENS),
+    rows=(_MEMORY, _SEQUENCES, _TOKENS, _LATENCY),
     variables=(DEPLOYMENT, REPLICA),
 )

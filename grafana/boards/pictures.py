@@ -190,10 +190,28 @@ _ENCODER = Row(
     ),
 )
 
+_REFUSED = Row(
+    title="Refused media and uuids",
+    panels=(
+        Panel(
+            title="Refused pictures and videos",
+            unit="ops",
+            description="Requests refused for one of their media, by the error code that the caller saw.",
+            queries=(Query(expr=total_rate("media_failures_total", "code"), legend="{{code}}"),),
+        ),
+        Panel(
+            title="Media uuids",
+            unit="ops",
+            description="rebound: a caller gave a known uuid other bytes. A mistake of theirs, not of a cache.",
+            queries=(Query(expr=total_rate("uuid_bindings_total", "result"), legend="{{result}}"),),
+        ),
+    ),
+)
+
 DASHBOARD = Dashboard(
     uid="sightline-pictures",
     title="Sightline / Pictures",
     description="Preparation, cache tiers and vision encoder.",
-    rows=(_MEDIA, _CACHES, _ENCODER),
+    rows=(_MEDIA, _CACHES, _ENCODER, _REFUSED),
     variables=(DEPLOYMENT, REPLICA),
 )

@@ -14,7 +14,8 @@ import pathlib
 
 import numpy as np
 import torch
-from dialogues import Dialogue, make_for_training
+from dialogues import Dialogue
+from mixture import make_for_training
 from net import Net
 from packing import Encoded, Encoder, Packer, Room
 from preprocess import patches
@@ -36,7 +37,9 @@ def full_ids(tokenizer, talk: Dialogue, grids: list[tuple[int, int]]) -> list[in
     return tokenizer(pieces[0].removesuffix("\n"))["input_ids"]
 
 
-def compare(model, net: Net, tokenizer, processor, talks: list[Dialogue], encoded: list[Encoded], room: Room) -> list[str]:
+def compare(
+    model, net: Net, tokenizer, processor, talks: list[Dialogue], encoded: list[Encoded], room: Room
+) -> list[str]:
     """What differs, in words."""
     wrong = []
     packer = Packer(room, model.config.image_token_id)
@@ -58,13 +61,17 @@ def compare(model, net: Net, tokenizer, processor, talks: list[Dialogue], encode
         if talk.pictures:
             theirs = processor([p.image for p in talk.pictures], return_tensors="pt")
             own = torch.cat([torch.from_numpy(patches(p.image)[0].copy()) for p in talk.pictures])
-            own = ((own.float() / 255 - net.mean) / net.std).view(-1, 3, 1, 196).expand(-1, 3, 2, 196).reshape(len(own), -1)
+            own = ((own.float() / 255 - net.mean) / net.std).view(-1, 3, 1, 196)
+            own = own.expand(-1, 3, 2, 196).reshape(len(own), -1)
             if own.shape != theirs["pixel_values"].shape or (own - theirs["pixel_values"]).abs().max() > 1e-5:
                 wrong.append(f"patches of {talk.kind}")
                 continue
             kinds = (ids == model.config.image_token_id).int()
-            kwargs = {"pixel_values": theirs["pixel_values"], "image_grid_thw": theirs["image_grid_thw"],
-                      "mm_token_type_ids": kinds}
+            kwargs = {
+                "pixel_values": theirs["pixel_values"],
+                "image_grid_thw": theirs["image_grid_thw"],
+                "mm_token_type_ids": kinds,
+            }
             positions, _ = model.model.get_rope_index(ids, kinds, image_grid_thw=theirs["image_grid_thw"])
             if not np.array_equal(positions[:, 0].numpy(), seen.positions):
                 wrong.append(f"positions of {talk.kind}")

@@ -16,6 +16,7 @@ from chat import small_talk
 from pictures import Picture
 
 Part = str | int  # text, or the index of a picture
+Maker = Callable[[random.Random], Picture]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +40,33 @@ class Dialogue:
         """The chat up to the last question, in the OpenAI shape, with {"type": "image", "index": i} for pictures."""
         out: list[dict] = [] if self.system is None else [{"role": "system", "content": self.system}]
         for turn in self.turns:
-            content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "index": p}
-                       for p in turn.parts]
+            content = [
+                {"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "index": p} for p in turn.parts
+            ]
             out.append({"role": "user", "content": content})
             out.append({"role": "assistant", "content": turn.answer})
         return out[:-1]
 
 
-SYSTEMS = ("You are a helpful assistant.", "Be brief.", "Answer briefly.", "You answer questions about pictures.",
-           "You are a careful assistant. Answer in one word where you can.", "Reply in English.")
-BRIEF = ("Answer in one word.", "One word.", "Answer briefly.", "Please be brief.", "Answer with one word only.",
-         "Short answer.", "Answer only.")
+Filler = Callable[[random.Random, Dialogue], None]
+
+SYSTEMS = (
+    "You are a helpful assistant.",
+    "Be brief.",
+    "Answer briefly.",
+    "You answer questions about pictures.",
+    "You are a careful assistant. Answer in one word where you can.",
+    "Reply in English.",
+)
+BRIEF = (
+    "Answer in one word.",
+    "One word.",
+    "Answer briefly.",
+    "Please be brief.",
+    "Answer with one word only.",
+    "Short answer.",
+    "Answer only.",
+)
 ORDINALS = ("first", "second", "third", "fourth")
 
 
@@ -82,13 +99,19 @@ def talk_turn(rng: random.Random, qa: q.QA) -> Turn:
 
 def any_picture(rng: random.Random) -> Picture:
     """A picture of any topic."""
-    makers: tuple[Callable[[random.Random], Picture], ...] = (
-        pictures.shapes, lambda r: pictures.shapes(r, 1, 3), pictures.solid, pictures.blocks, pictures.number,
-        pictures.word, pictures.chart)
+    makers: tuple[Maker, ...] = (
+        pictures.shapes,
+        lambda r: pictures.shapes(r, 1, 3),
+        pictures.solid,
+        pictures.blocks,
+        pictures.number,
+        pictures.word,
+        pictures.chart,
+    )
     return rng.choice(makers)(rng)
 
 
-def single(make_picture: Callable[[random.Random], Picture], asker: q.Asker) -> Callable[[random.Random, Dialogue], None]:
+def single(make_picture: Maker, asker: q.Asker) -> Filler:
     """A filler for kinds with one picture and one question: draws until the asker has something to ask."""
 
     def fill(rng: random.Random, talk: Dialogue) -> None:
@@ -114,8 +137,9 @@ def multi_turn(rng: random.Random, talk: Dialogue) -> None:
 
 def in_picture(rng: random.Random, text: str, index: int) -> str:
     """A question about the picture of that place among several."""
-    place = rng.choice((f"the {ORDINALS[index]} picture", f"the {ORDINALS[index]} image", f"picture {index + 1}",
-                        f"image {index + 1}"))
+    place = rng.choice(
+        (f"the {ORDINALS[index]} picture", f"the {ORDINALS[index]} image", f"picture {index + 1}", f"image {index + 1}")
+    )
     low = text[0].lower() + text[1:]
     return rng.choice((f"In {place}: {low}", f"In {place}, {low}", f"Look at {place}. {text}", f"About {place}: {low}"))
 
@@ -134,8 +158,13 @@ def pictures_then(rng: random.Random, text: str, count: int) -> tuple[Part, ...]
     """Several pictures and a text: before, after, or each picture with a heading."""
     roll = rng.random()
     if roll < 0.2:
-        heads = rng.choice((("First:", "Second:", "Third:", "Fourth:"), ("Picture 1:", "Picture 2:", "Picture 3:",
-                            "Picture 4:"), ("Image 1: ", "Image 2: ", "Image 3: ", "Image 4: ")))
+        heads = rng.choice(
+            (
+                ("First:", "Second:", "Third:", "Fourth:"),
+                ("Picture 1:", "Picture 2:", "Picture 3:", "Picture 4:"),
+                ("Image 1: ", "Image 2: ", "Image 3: ", "Image 4: "),
+            )
+        )
         parts: list[Part] = [p for i in range(count) for p in (heads[i], i)]
         return (*parts, text)
     if roll < 0.35:
@@ -191,14 +220,27 @@ def two_digits(rng: random.Random, talk: Dialogue) -> None:
     count = rng.choice((2, 2, 2, 3, 4))
     talk.pictures = [pictures.number(rng, 1) for _ in range(count)]
     if rng.random() < 0.5:
-        text = rng.choice(("Read the digits from left to right. Answer with the digits only.", "Read the digits in "
-                           "order.", "Which digits are shown?", "What digits do the pictures show, in order?",
-                           "Read the digits from left to right."))
+        text = rng.choice(
+            (
+                "Read the digits from left to right. Answer with the digits only.",
+                "Read the digits in order.",
+                "Which digits are shown?",
+                "What digits do the pictures show, in order?",
+                "Read the digits from left to right.",
+            )
+        )
         answer = "".join(p.text for p in talk.pictures)
     else:
         index = rng.randrange(count)
-        text = rng.choice(("What is the {} digit? One digit.", "What is the {} digit?", "Which digit is in the {} "
-                           "picture?", "Read the {} digit.", "Which digit is the {} one?")).format(ORDINALS[index])
+        text = rng.choice(
+            (
+                "What is the {} digit? One digit.",
+                "What is the {} digit?",
+                "Which digit is in the {} picture?",
+                "Read the {} digit.",
+                "Which digit is the {} one?",
+            )
+        ).format(ORDINALS[index])
         answer = talk.pictures[index].text
     talk.turns.append(Turn(pictures_then(rng, restyle(rng, text, False), count), answer))
 
@@ -208,11 +250,21 @@ def long_text(rng: random.Random, talk: Dialogue) -> None:
     pic = rng.choice((pictures.number, pictures.solid, pictures.shapes))(rng)
     qa = q.ask_any(rng, pic, short=True)
     pool = pictures.words(False)
-    phrases = [" ".join(rng.choice(pool).lower() for _ in range(rng.randint(2, 8))).capitalize() + ". "
-               for _ in range(rng.randint(1, 4))]
+    phrases = [
+        " ".join(rng.choice(pool).lower() for _ in range(rng.randint(2, 8))).capitalize() + ". "
+        for _ in range(rng.randint(1, 4))
+    ]
     if rng.random() < 0.3:
-        phrases = [rng.choice(("The quick brown fox. ", "This is a sentence about nothing in particular. ",
-                               "Lorem ipsum dolor sit amet. ", "The quick brown fox jumps over the lazy dog. "))]
+        phrases = [
+            rng.choice(
+                (
+                    "The quick brown fox. ",
+                    "This is a sentence about nothing in particular. ",
+                    "Lorem ipsum dolor sit amet. ",
+                    "The quick brown fox jumps over the lazy dog. ",
+                )
+            )
+        ]
     filler = ""
     target = 60 * 180 ** rng.random()  # 60 to 10,800 characters
     while len(filler) < target:
@@ -237,8 +289,13 @@ def same_colour(rng: random.Random, talk: Dialogue) -> None:
     while (first.background == second.background) != same:
         second = pictures.solid(rng)
     talk.pictures = [first, second]
-    text = q.say(rng, "Are both pictures the same {colour}?", "Do the two pictures have the same {colour}?",
-                 "Are the two images the same {colour}?", "Same {colour}?")
+    text = q.say(
+        rng,
+        "Are both pictures the same {colour}?",
+        "Do the two pictures have the same {colour}?",
+        "Are the two images the same {colour}?",
+        "Same {colour}?",
+    )
     talk.turns.append(Turn(pictures_then(rng, restyle(rng, text), 2), "yes" if same else "no"))
 
 
@@ -269,39 +326,39 @@ def printed(rng: random.Random) -> Picture:
     return pictures.number(rng) if rng.random() < 0.5 else pictures.word(rng)
 
 
-# kind -> (filler, share of the training mixture). Held-out words are never trained on.
-KINDS: dict[str, tuple[Callable[[random.Random, Dialogue], None], float]] = {
-    "solid_colour": (single(pictures.solid, q.solid_colour), 2.5),
-    "colour_of_shape": (single(pictures.shapes, q.colour_of_shape), 4),
-    "shape_of_colour": (single(pictures.shapes, q.shape_of_colour), 4),
-    "single_shape": (single(lambda r: pictures.shapes(r, 1, 1), q.only_shape), 3),
-    "count_all": (single(counting_scene, q.count_all), 5),
-    "count_by_colour": (single(counting_scene, q.count_colour), 6),
-    "count_by_shape": (single(counting_scene, q.count_shape), 7),
-    "position": (single(pictures.shapes, q.where), 5),
-    "at_position": (single(pictures.shapes, q.at_place), 6),
-    "relation": (single(pair_scene, q.relation), 7),
-    "size": (single(size_scene, q.compare_size), 8),
-    "background": (single(pictures.shapes, q.background), 1.5),
-    "blocks": (single(pictures.blocks, q.block_colour), 3),
-    "number": (single(pictures.number, q.read_number), 8),
-    "word": (single(lambda r: pictures.word(r, "seen"), q.read_word), 6),
-    "letters": (single(lambda r: pictures.word(r, "letters"), q.read_word), 12),
-    "unseen_word": (single(lambda r: pictures.word(r, "unseen"), q.read_word), 0),
-    "ink": (single(printed, q.ink), 2),
-    "chart_extreme": (single(pictures.chart, q.chart_tallest), 4),
-    "chart_value": (single(pictures.chart, q.chart_value), 7),
-    "chart_bars": (single(pictures.chart, q.chart_count), 1),
-    "yes_no": (single(yes_no_picture, q.yes_no), 8),
-    "describe": (single(described, q.describe), 7),
-    "multi_turn": (multi_turn, 5),
-    "earlier_picture": (earlier_picture, 6),
-    "two_about": (two_about, 6),
-    "two_which": (two_which, 8),
-    "two_digits": (two_digits, 4),
-    "same_colour": (same_colour, 2),
-    "long_text": (long_text, 2.5),
-    "chat": (chat, 3),
+# Every kind of question, and how to fill a conversation with it.
+KINDS: dict[str, Filler] = {
+    "solid_colour": single(pictures.solid, q.solid_colour),
+    "colour_of_shape": single(pictures.shapes, q.colour_of_shape),
+    "shape_of_colour": single(pictures.shapes, q.shape_of_colour),
+    "single_shape": single(lambda r: pictures.shapes(r, 1, 1), q.only_shape),
+    "count_all": single(counting_scene, q.count_all),
+    "count_by_colour": single(counting_scene, q.count_colour),
+    "count_by_shape": single(counting_scene, q.count_shape),
+    "position": single(pictures.shapes, q.where),
+    "at_position": single(pictures.shapes, q.at_place),
+    "relation": single(pair_scene, q.relation),
+    "size": single(size_scene, q.compare_size),
+    "background": single(pictures.shapes, q.background),
+    "blocks": single(pictures.blocks, q.block_colour),
+    "number": single(pictures.number, q.read_number),
+    "word": single(lambda r: pictures.word(r, "seen"), q.read_word),
+    "letters": single(lambda r: pictures.word(r, "letters"), q.read_word),
+    "unseen_word": single(lambda r: pictures.word(r, "unseen"), q.read_word),
+    "ink": single(printed, q.ink),
+    "chart_extreme": single(pictures.chart, q.chart_tallest),
+    "chart_value": single(pictures.chart, q.chart_value),
+    "chart_bars": single(pictures.chart, q.chart_count),
+    "yes_no": single(yes_no_picture, q.yes_no),
+    "describe": single(described, q.describe),
+    "multi_turn": multi_turn,
+    "earlier_picture": earlier_picture,
+    "two_about": two_about,
+    "two_which": two_which,
+    "two_digits": two_digits,
+    "same_colour": same_colour,
+    "long_text": long_text,
+    "chat": chat,
 }
 
 
@@ -309,24 +366,7 @@ def make(kind: str, seed: int) -> Dialogue:
     """The conversation of this kind and seed, as evaluated."""
     rng = random.Random(f"{kind}/{seed}")
     talk = Dialogue(kind)
-    KINDS[kind][0](rng, talk)
+    KINDS[kind](rng, talk)
     if rng.random() < 0.15:
         talk.system = rng.choice(SYSTEMS)
     return talk
-
-
-def make_for_training(seed: int) -> Dialogue:
-    """A conversation from the training mixture: any kind, with up to four more questions about its picture."""
-    rng = random.Random(f"train/{seed}")
-    kind = rng.choices(list(KINDS), [weight for _, weight in KINDS.values()])[0]
-    talk = make(kind, rng.getrandbits(48) | 1 << 48)  # evaluation seeds are small numbers: never the same
-    if len(talk.pictures) == 1 and rng.random() < 0.8:
-        for _ in range(rng.randint(1, 4)):
-            talk.turns.append(talk_turn(rng, q.ask_any(rng, talk.pictures[0], short=rng.random() < 0.7)))
-    elif len(talk.pictures) == 2 and rng.random() < 0.7:
-        for _ in range(rng.randint(1, 3)):
-            index = rng.randrange(2)
-            qa = q.ask_any(rng, talk.pictures[index], short=True)
-            talk.turns.append(talk_turn(rng, q.QA(in_picture(rng, qa.question, index), qa.answer)))
-    return talk
-

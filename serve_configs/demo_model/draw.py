@@ -11,8 +11,8 @@ import math
 import random
 
 import numpy as np
-from PIL import Image, ImageChops, ImageDraw, ImageFont
 from palette import RGB
+from PIL import Image, ImageChops, ImageDraw, ImageFont
 
 SHAPES: tuple[str, ...] = ("circle", "square", "triangle", "star", "cross", "diamond")
 
@@ -31,8 +31,20 @@ def outline(shape: str, x: float, y: float, r: float) -> list[tuple[float, float
         return [(x, y - r), (x + 0.78 * r, y), (x, y + r), (x - 0.78 * r, y)]
     if shape == "cross":
         a = 0.34 * r
-        return [(x - a, y - r), (x + a, y - r), (x + a, y - a), (x + r, y - a), (x + r, y + a), (x + a, y + a),
-                (x + a, y + r), (x - a, y + r), (x - a, y + a), (x - r, y + a), (x - r, y - a), (x - a, y - a)]
+        return [
+            (x - a, y - r),
+            (x + a, y - r),
+            (x + a, y - a),
+            (x + r, y - a),
+            (x + r, y + a),
+            (x + a, y + a),
+            (x + a, y + r),
+            (x - a, y + r),
+            (x - a, y + a),
+            (x - r, y + a),
+            (x - r, y - a),
+            (x - a, y - a),
+        ]
     if shape == "star":
         turns = [(i * math.pi / 5 - math.pi / 2, r if i % 2 == 0 else 0.42 * r) for i in range(10)]
         return [(x + d * math.cos(t), y + d * math.sin(t)) for t, d in turns]
@@ -85,10 +97,13 @@ def segment_mask(digits: str, height: int, weight: float) -> Image.Image:
     for i, digit in enumerate(digits):
         x = i * (w + gap)
         boxes = {
-            "a": (x, 0, x + w - 1, t - 1), "d": (x, h - t, x + w - 1, h - 1),
+            "a": (x, 0, x + w - 1, t - 1),
+            "d": (x, h - t, x + w - 1, h - 1),
             "g": (x, mid - t // 2, x + w - 1, mid - t // 2 + t - 1),
-            "f": (x, 0, x + t - 1, mid), "b": (x + w - t, 0, x + w - 1, mid),
-            "e": (x, mid, x + t - 1, h - 1), "c": (x + w - t, mid, x + w - 1, h - 1),
+            "f": (x, 0, x + t - 1, mid),
+            "b": (x + w - t, 0, x + w - 1, mid),
+            "e": (x, mid, x + t - 1, h - 1),
+            "c": (x + w - t, mid, x + w - 1, h - 1),
         }
         for name in SEGMENTS[int(digit)]:
             pen.rectangle(boxes[name], fill=255)

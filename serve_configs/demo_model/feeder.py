@@ -8,20 +8,23 @@ import random
 import threading
 
 import torch
-from packing import Room, Stream
+from packing import Stream
 
 
 class Feeder:
     """Hands out batches; a batch is shown at most `repeats` times in all."""
 
-    def __init__(self, tokenizer: str, room: Room, seed: int, workers: int, repeats: int, pin: bool) -> None:
+    def __init__(self, stream: Stream, workers: int, repeats: int, pin: bool) -> None:
         # Started here and not in the thread: create a Feeder before the first CUDA call, so that the forks are clean.
-        self.stream = iter(torch.utils.data.DataLoader(Stream(tokenizer, room, seed), batch_size=None,
-                                                       num_workers=workers, prefetch_factor=2 if workers else None))
+        self.stream = iter(
+            torch.utils.data.DataLoader(
+                stream, batch_size=None, num_workers=workers, prefetch_factor=2 if workers else None
+            )
+        )
         self.repeats, self.pin = repeats, pin
         self.fresh: queue.Queue[dict[str, torch.Tensor]] = queue.Queue(maxsize=4)
         self.recent: collections.deque[tuple[int, dict[str, torch.Tensor]]] = collections.deque(maxlen=96)
-        self.rng = random.Random(seed)
+        self.rng = random.Random(stream.seed)
         self.drawn = self.shown = 0
         self.closing = threading.Event()
         self.failure: BaseException | None = None

@@ -48,8 +48,9 @@ class FlatWeights:
                 self.grads[name] = grad[at : at + p.numel()].view(p.shape)
                 at += p.numel()
             stacked = (len(members), *key) if key else flat.shape
-            self.groups.append(Group([n for n, _ in members], bool(key), flat.view(stacked), grad.view(stacked),
-                                     copy.view(stacked)))
+            self.groups.append(
+                Group([n for n, _ in members], bool(key), flat.view(stacked), grad.view(stacked), copy.view(stacked))
+            )
 
     def collect(self) -> None:
         """Moves the gradients of the copies to the groups."""

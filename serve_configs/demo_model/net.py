@@ -53,8 +53,17 @@ def vision_qkv(x: Tensor, cos: Tensor, sin: Tensor, n: Tensor, w: Tensor, b: Ten
     return [rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()]
 
 
-def text_qkv(x: Tensor, cos: Tensor, sin: Tensor, n: Tensor, eps: float, q: tuple[Tensor, Tensor],
-             k: tuple[Tensor, Tensor], v: tuple[Tensor, Tensor], heads: int) -> list[Tensor]:
+def text_qkv(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    n: Tensor,
+    eps: float,
+    q: tuple[Tensor, Tensor],
+    k: tuple[Tensor, Tensor],
+    v: tuple[Tensor, Tensor],
+    heads: int,
+) -> list[Tensor]:
     """Keys and values come out repeated to the number of query heads."""
     h = norm(x, n, eps)
     dim = q[0].shape[0] // heads
@@ -63,9 +72,16 @@ def text_qkv(x: Tensor, cos: Tensor, sin: Tensor, n: Tensor, eps: float, q: tupl
     return [rotate(qs, cos, sin), rotate(ks, cos, sin).repeat_interleave(repeat, 1), vs.repeat_interleave(repeat, 1)]
 
 
-def after_attention(x: Tensor, a: Tensor, o: tuple[Tensor, Tensor | None], n: Tensor, eps: float,
-                    gate: tuple[Tensor, Tensor | None], up: tuple[Tensor, Tensor | None],
-                    down: tuple[Tensor, Tensor | None]) -> Tensor:
+def after_attention(
+    x: Tensor,
+    a: Tensor,
+    o: tuple[Tensor, Tensor | None],
+    n: Tensor,
+    eps: float,
+    gate: tuple[Tensor, Tensor | None],
+    up: tuple[Tensor, Tensor | None],
+    down: tuple[Tensor, Tensor | None],
+) -> Tensor:
     """Output projection and gated MLP, each added to the residual stream."""
     x = x + F.linear(a.flatten(1), *o)
     h = norm(x, n, eps)
@@ -101,11 +117,18 @@ class Net:
         for i in range(c.depth):
             p = f"{pre}blocks.{i}."
             whole = i in c.fullatt_block_indexes
-            q, k, v = self.vision_qkv(x, cos, sin, w[p + "norm1.weight"], w[p + "attn.qkv.weight"],
-                                      w[p + "attn.qkv.bias"], c.num_heads)
+            q, k, v = self.vision_qkv(
+                x, cos, sin, w[p + "norm1.weight"], w[p + "attn.qkv.weight"], w[p + "attn.qkv.bias"], c.num_heads
+            )
             a = self.attend(q, k, v, batch["full_borders" if whole else "window_borders"], 1024 if whole else 64, False)
-            x = self.after(x, a, pair(w, p + "attn.proj"), w[p + "norm2.weight"], 1e-6,
-                           *(pair(w, p + m) for m in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")))
+            x = self.after(
+                x,
+                a,
+                pair(w, p + "attn.proj"),
+                w[p + "norm2.weight"],
+                1e-6,
+                *(pair(w, p + m) for m in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
+            )
         x = norm(x, w[pre + "merger.ln_q.weight"], 1e-6).view(len(x) // 4, -1)
         return F.linear(F.gelu(F.linear(x, *pair(w, pre + "merger.mlp.0"))), *pair(w, pre + "merger.mlp.2"))
 
@@ -116,19 +139,33 @@ class Net:
         embedding = w[pre + "embed_tokens.weight"]
         x = F.embedding(batch["ids"], embedding).index_copy(0, batch["slots"], self.vision(w, batch, dtype))
         rope = c.rope_parameters
-        angles = batch["positions"].float()[..., None] * self.frequencies(rope["rope_theta"],
-                                                                         c.hidden_size // c.num_attention_heads)
+        angles = batch["positions"].float()[..., None] * self.frequencies(
+            rope["rope_theta"], c.hidden_size // c.num_attention_heads
+        )
         section = rope["mrope_section"]
         angles = torch.cat([a[i % 3] for i, a in enumerate(angles.split(section, dim=-1))], dim=-1).repeat(1, 2)
         cos, sin = angles.cos(), angles.sin()
         eps = c.rms_norm_eps
         for i in range(c.num_hidden_layers):
             p = f"{pre}layers.{i}."
-            q, k, v = self.text_qkv(x, cos, sin, w[p + "input_layernorm.weight"], eps,
-                                    *(pair(w, f"{p}self_attn.{m}_proj") for m in "qkv"), c.num_attention_heads)
+            q, k, v = self.text_qkv(
+                x,
+                cos,
+                sin,
+                w[p + "input_layernorm.weight"],
+                eps,
+                *(pair(w, f"{p}self_attn.{m}_proj") for m in "qkv"),
+                c.num_attention_heads,
+            )
             a = self.attend(q, k, v, batch["text_borders"], longest, True)
-            x = self.after(x, a, pair(w, p + "self_attn.o_proj"), w[p + "post_attention_layernorm.weight"], eps,
-                           *(pair(w, p + m) for m in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")))
+            x = self.after(
+                x,
+                a,
+                pair(w, p + "self_attn.o_proj"),
+                w[p + "post_attention_layernorm.weight"],
+                eps,
+                *(pair(w, p + m) for m in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")),
+            )
         x = norm(x[batch["rows"]], w[pre + "norm.weight"], eps)
         return F.linear(x, embedding)
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from dialogues import Dialogue, make_for_training
+from dialogues import Dialogue
+from mixture import make_for_training
 from preprocess import patches
 from shape import MERGE, PATCH, WINDOW
 from tokenizers import Tokenizer
@@ -90,8 +91,9 @@ class Encoder:
             nonlocal next_position
             rows, cols = (side // MERGE for side in seen[index][1])
             ids.extend([self.pad_id] * (rows * cols))
-            place = np.stack([np.zeros(rows * cols, np.int64), np.repeat(np.arange(rows), cols),
-                              np.tile(np.arange(cols), rows)])
+            place = np.stack(
+                [np.zeros(rows * cols, np.int64), np.repeat(np.arange(rows), cols), np.tile(np.arange(cols), rows)]
+            )
             columns.append(place + next_position)
             next_position += max(rows, cols)
 
@@ -125,12 +127,20 @@ class Packer:
     def add(self, talk: Encoded) -> bool:
         grids = [grid for _, grid in talk.pictures]
         need = {
-            "patches": sum(r * c for r, c in grids), "tokens": len(talk.ids), "labels": len(talk.scored),
-            "pictures": len(grids), "dialogues": 1,
-            "windows": sum(len(window_order(r // MERGE, c // MERGE)[1]) for r, c in grids)}
+            "patches": sum(r * c for r, c in grids),
+            "tokens": len(talk.ids),
+            "labels": len(talk.scored),
+            "pictures": len(grids),
+            "dialogues": 1,
+            "windows": sum(len(window_order(r // MERGE, c // MERGE)[1]) for r, c in grids),
+        }
         # A spare token row takes the padding patches' features; spare segments take the padding rows.
-        spare = {"tokens": 1, "pictures": room_for(self.room.patches, FULL_LIMIT), "dialogues": 20,
-                 "windows": room_for(self.room.patches, (SPAN * MERGE) ** 2)}
+        spare = {
+            "tokens": 1,
+            "pictures": room_for(self.room.patches, FULL_LIMIT),
+            "dialogues": 20,
+            "windows": room_for(self.room.patches, (SPAN * MERGE) ** 2),
+        }
         if any(self.used[k] + n > getattr(self.room, k) - spare.get(k, 0) for k, n in need.items()):
             return False
         for key, n in need.items():
@@ -170,12 +180,22 @@ class Packer:
             label += n
             token = end
             text.append(token)
-        return {name: torch.from_numpy(a) for name, a in {
-            "pixels": pixels, "places": places, "slots": slots, "ids": ids, "positions": positions, "rows": rows,
-            "targets": targets, "weights": weights,
-            "full_borders": borders(full, room.patches, FULL_LIMIT, room.pictures),
-            "window_borders": borders(window, room.patches, (SPAN * MERGE) ** 2, room.windows),
-            "text_borders": borders(text, room.tokens, room.longest, room.dialogues)}.items()}
+        return {
+            name: torch.from_numpy(a)
+            for name, a in {
+                "pixels": pixels,
+                "places": places,
+                "slots": slots,
+                "ids": ids,
+                "positions": positions,
+                "rows": rows,
+                "targets": targets,
+                "weights": weights,
+                "full_borders": borders(full, room.patches, FULL_LIMIT, room.pictures),
+                "window_borders": borders(window, room.patches, (SPAN * MERGE) ** 2, room.windows),
+                "text_borders": borders(text, room.tokens, room.longest, room.dialogues),
+            }.items()
+        }
 
 
 def room_for(rows: int, limit: int) -> int:
@@ -195,8 +215,8 @@ def borders(found: list[int], end: int, limit: int, count: int) -> np.ndarray:
 class Stream(torch.utils.data.IterableDataset):
     """Endless batches of the training mixture; worker w of n draws the seeds w, w + n, w + 2n, ..."""
 
-    def __init__(self, tokenizer: str, room: Room, seed: int) -> None:
-        self.tokenizer, self.room, self.seed = tokenizer, room, seed
+    def __init__(self, tokenizer: str, room: Room, seed: int, stage: int) -> None:
+        self.tokenizer, self.room, self.seed, self.stage = tokenizer, room, seed, stage
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         torch.set_num_threads(1)
@@ -206,7 +226,7 @@ class Stream(torch.utils.data.IterableDataset):
         packer = Packer(self.room, encoder.pad_id)
         seed = self.seed * 1_000_000_000 + worker
         while True:
-            talk = encoder(make_for_training(seed))
+            talk = encoder(make_for_training(seed, self.stage))
             seed += workers
             if len(talk.ids) > self.room.longest:
                 continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import itertools
 import pathlib
 import random
 import string
@@ -66,7 +67,8 @@ class Picture:
 def words(held_out: bool) -> tuple[str, ...]:
     """Printable words of 3 to 6 letters, in capitals; one in eight is held out of training, chosen by its hash."""
     text = pathlib.Path(__file__).with_name("english.txt").read_text()
-    found = sorted({w.upper() for w in text.split() if w.isascii() and w.isalpha() and w.islower() and 3 <= len(w) <= 6})
+    plain = (w for w in text.split() if w.isascii() and w.isalpha() and w.islower())
+    found = sorted({w.upper() for w in plain if 3 <= len(w) <= 6})
     return tuple(w for w in found if (hashlib.sha256(w.encode()).digest()[0] % 8 == 0) == held_out)
 
 
@@ -152,8 +154,15 @@ def shapes(rng: random.Random, low: int = 1, high: int = 6, few_sorts: bool = Fa
         slack_w, slack_h = max(0.0, half_w - r * short / width), max(0.0, half_h - r * short / height)
         # Centres stay well inside their ninth of the picture, so that the place has one name.
         nudge_w, nudge_h = min(slack_w, 0.06), min(slack_h, 0.06)
-        items.append(Item(rng.choice(sorts), rng.choice(colours), x + rng.uniform(-nudge_w, nudge_w),
-                          y + rng.uniform(-nudge_h, nudge_h), r))
+        items.append(
+            Item(
+                rng.choice(sorts),
+                rng.choice(colours),
+                x + rng.uniform(-nudge_w, nudge_w),
+                y + rng.uniform(-nudge_h, nudge_h),
+                r,
+            )
+        )
     zoom = 2 if rng.random() < 0.2 and width * height < 90_000 else 1  # drawn larger and reduced: smooth edges
     image = Image.new("RGB", (width * zoom, height * zoom), ground)
     decorate(rng, image, ground)
@@ -189,8 +198,11 @@ def blocks(rng: random.Random) -> Picture:
     """Two or four blocks of colour side by side, filling the picture."""
     width, height = (rng.randint(32, 64), rng.randint(32, 64)) if rng.random() < 0.25 else size(rng, 56, 280)
     layout = rng.choice(("row", "column", "quarters", "quarters"))
-    places = {"row": ("left", "right"), "column": ("top", "bottom"),
-              "quarters": ("top left", "top right", "bottom left", "bottom right")}[layout]
+    places = {
+        "row": ("left", "right"),
+        "column": ("top", "bottom"),
+        "quarters": ("top left", "top right", "bottom left", "bottom right"),
+    }[layout]
     colours = rng.sample(NAMES, len(places))
     image = Image.new("RGB", (width, height))
     pen = ImageDraw.Draw(image)
@@ -276,7 +288,7 @@ def chart(rng: random.Random) -> Picture:
     while True:
         values = [rng.randint(1, top) for _ in range(count)]
         ranked = sorted(values)
-        if all(b - a >= max(1, 0.12 * ranked[-1]) for a, b in zip(ranked, ranked[1:], strict=False)):
+        if all(b - a >= max(1, 0.12 * ranked[-1]) for a, b in itertools.pairwise(ranked)):
             break
     image = Image.new("RGB", (width, height), ground)
     pen = ImageDraw.Draw(image)

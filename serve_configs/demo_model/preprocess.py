@@ -21,8 +21,10 @@ def fitted(height: int, width: int) -> tuple[int, int]:
     h, w = round(height / FACTOR) * FACTOR, round(width / FACTOR) * FACTOR  # zero for slivers: enlarged below
     if h * w > MAX_PIXELS:
         beta = math.sqrt(height * width / MAX_PIXELS)
-        return (max(FACTOR, math.floor(height / beta / FACTOR) * FACTOR),
-                max(FACTOR, math.floor(width / beta / FACTOR) * FACTOR))
+        return (
+            max(FACTOR, math.floor(height / beta / FACTOR) * FACTOR),
+            max(FACTOR, math.floor(width / beta / FACTOR) * FACTOR),
+        )
     if h * w < MIN_PIXELS:
         beta = math.sqrt(MIN_PIXELS / (height * width))
         return math.ceil(height * beta / FACTOR) * FACTOR, math.ceil(width * beta / FACTOR) * FACTOR

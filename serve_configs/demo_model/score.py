@@ -40,8 +40,9 @@ def draw(tokenizer: str, each: int, workers: int) -> list[tuple[str, Encoded]]:
 
 
 @torch.no_grad()
-def score(net: Net, weights: dict[str, torch.Tensor], talks: list[tuple[str, Encoded]], room: Room,
-          dtype: torch.dtype) -> dict[str, float]:
+def score(
+    net: Net, weights: dict[str, torch.Tensor], talks: list[tuple[str, Encoded]], room: Room, dtype: torch.dtype
+) -> dict[str, float]:
     """Exact match by kind."""
     hits: dict[str, list[bool]] = {kind: [] for kind in KINDS}
     rest = [t for t in talks if len(t[1].ids) < room.longest]

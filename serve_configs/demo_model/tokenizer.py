@@ -14,16 +14,30 @@ import pathlib
 import re
 from collections.abc import Iterator
 
-import dialogues
+import mixture
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
-    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-    "<|image_pad|>", "<|video_pad|>",
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
 )
 PLAIN = ("<tool_call>", "</tool_call>")  # single tokens, yet visible in decoded text
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 VOCABULARY = 3072
 
 
@@ -35,7 +49,7 @@ def corpus(samples: int) -> Iterator[str]:
         yield re.sub(r"\b([a-z]{3,})\b", r" \1", text.replace("\n", " "))
         yield " ".join(w.capitalize() for w in text.split() if w.isalpha())
     for seed in range(samples):
-        for turn in dialogues.make_for_training(seed).turns:
+        for turn in mixture.make_for_training(seed).turns:
             for piece in (*[p for p in turn.parts if isinstance(p, str)], turn.answer):
                 yield re.sub(r"[A-Z]{2,}", "", piece)
 
@@ -43,12 +57,19 @@ def corpus(samples: int) -> Iterator[str]:
 def build(samples: int) -> Tokenizer:
     """Trains the tokenizer; specials follow the merges, as in the published family."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(WORDS), behavior="isolated", invert=False),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY - len(SPECIAL) - len(PLAIN), min_frequency=2,
-                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(SPECIAL) - len(PLAIN),
+        min_frequency=2,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(corpus(samples), trainer)
     tokenizer.add_special_tokens([AddedToken(s, normalized=False, special=True) for s in SPECIAL])
     tokenizer.add_tokens([AddedToken(s, normalized=False, special=False) for s in PLAIN])
@@ -62,11 +83,18 @@ def write(out: pathlib.Path, samples: int) -> Tokenizer:
     tokenizer.save(str(out / "tokenizer.json"))
     template = pathlib.Path(__file__).with_name("chat_template.jinja").read_text()
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-        "model_max_length": 8192, "clean_up_tokenization_spaces": False, "chat_template": template,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": 8192,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": template,
         "extra_special_tokens": {
-            "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
-            "vision_end_token": "<|vision_end|>"},
+            "image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
+            "vision_start_token": "<|vision_start|>",
+            "vision_end_token": "<|vision_end|>",
+        },
     }
     (out / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
     (out / "chat_template.json").write_text(json.dumps({"chat_template": template}, indent=1) + "\n")

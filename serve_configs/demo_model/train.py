@@ -1,6 +1,7 @@
 """Trains the demo model from nothing.
 
-    python train.py --out FOLDER --minutes 9
+    python train.py --out FIRST --minutes 7
+    python train.py --out FOLDER --start FIRST --stage 2 --minutes 8 --lr 1.2e-3 --seed 2
 
 Draws pictures and conversations in worker processes while the GPU trains on them, until the time is up; the learning
 rate follows the clock. FOLDER always holds the newest checkpoint, ready to serve.
@@ -9,6 +10,7 @@ rate follows the clock. FOLDER always holds the newest checkpoint, ready to serv
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import pathlib
@@ -22,7 +24,7 @@ from feeder import Feeder
 from flat import FlatWeights
 from net import Net
 from optimizer import Optimizer
-from packing import Room
+from packing import Room, Stream
 from score import draw, score
 from shape import config, write_processor
 from tokenizers import Tokenizer
@@ -34,7 +36,9 @@ HERE = pathlib.Path(__file__).parent
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the demo model on pictures that the recipe draws.")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the folder for the model")
-    parser.add_argument("--minutes", type=float, default=9.0, help="training time, after the first step")
+    parser.add_argument("--minutes", type=float, default=7.0, help="training time, after the first step")
+    parser.add_argument("--start", type=pathlib.Path, help="go on from this folder's weights instead of random ones")
+    parser.add_argument("--stage", type=int, choices=(1, 2), default=1, help="which mixture of questions to show")
     parser.add_argument("--steps", type=int, default=0, help="stop after so many steps instead (for trials)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lr", type=float, default=1.5e-3, help="peak learning rate")
@@ -57,9 +61,9 @@ def rate(done: float, peak: float) -> float:
 
 def save(flat: FlatWeights, out: pathlib.Path) -> None:
     """Writes the checkpoint as bf16 safetensors, in files of at most 15 MB."""
-    import copy
-
     model = copy.deepcopy(flat.write_back()).to(torch.bfloat16)
+    for part in (model.config.text_config, model.config.vision_config):
+        part.dtype = torch.bfloat16  # a start from float32 weights leaves that here
     model.save_pretrained(out, max_shard_size="15MB")
 
 
@@ -73,8 +77,8 @@ class Trainer:
         self.tokenizer = str(HERE / "tokenizer.json")
         self.room = Room(args.small, args.small, 1024, 200, 60, 1600, 2048) if args.small else Room()
         # The drawing processes fork here, before anything touches the GPU.
-        self.feeder = Feeder(self.tokenizer, self.room, args.seed, args.workers, args.repeats,
-                             pin=torch.cuda.device_count() > 0)
+        stream = Stream(self.tokenizer, self.room, args.seed, args.stage)
+        self.feeder = Feeder(stream, args.workers, args.repeats, pin=torch.cuda.device_count() > 0)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         args.out.mkdir(parents=True, exist_ok=True)
@@ -84,7 +88,10 @@ class Trainer:
         raw = Tokenizer.from_file(self.tokenizer)
         write_processor(args.out, raw)
         torch.manual_seed(args.seed)
-        model = Qwen2_5_VLForConditionalGeneration(config(raw))
+        if args.start is None:
+            model = Qwen2_5_VLForConditionalGeneration(config(raw))
+        else:
+            model = Qwen2_5_VLForConditionalGeneration.from_pretrained(args.start, dtype=torch.float32)
         model.generation_config = type(model.generation_config).from_pretrained(args.out)
         self.flat = FlatWeights(model, self.device, self.dtype)
         self.net = Net(model.config, self.device, compiled=self.device.type == "cuda" and not args.no_compile)
@@ -160,8 +167,9 @@ class Trainer:
                 bar.update(0)
                 if spent - (told - start) > 10:
                     told = time.monotonic()
-                    self.log.append({"seconds": round(spent, 1), "steps": steps, "loss": round(loss, 4),
-                                     "fresh": fresh})
+                    self.log.append(
+                        {"seconds": round(spent, 1), "steps": steps, "loss": round(loss, 4), "fresh": fresh}
+                    )
                     (args.out / "train_log.json").write_text(json.dumps(self.log))
             if time.monotonic() - saved > args.save_minutes * 60:
                 save(self.flat, args.out)
@@ -176,6 +184,9 @@ def main() -> int:
     args = parse()
     if args.minutes <= 0 or args.workers < 0:
         print("--minutes must be above 0 and --workers at least 0", file=sys.stderr)
+        return 2
+    if args.start is not None and not (args.start / "config.json").is_file():
+        print(f"{args.start} holds no model", file=sys.stderr)
         return 2
     trainer = Trainer(args)
     trainer.run()

@@ -17,10 +17,10 @@ VALUES: dict[str, tuple[str, ...]] = {
     "endpoint": ("/v1/chat/completions", "/v1/completions", "/tokenize"),
     "status": STATUSES,
     "stage": (
-        *("admission", "fetch", "decode", "preprocess", "queue", "encode"),
-        *("transfer", "prefill", "first_token", "generation"),
+        *("receive", "admission", "tokenize", "fetch", "decode", "preprocess"),
+        *("queue", "encode", "transfer", "prefill", "generation"),
     ),
-    "tier": ("memory", "redis", "lm_embeddings", "prefix", "alias", "sources"),
+    "tier": ("memory", "redis", "lm_embeddings", "alias", "sources"),
     "result": ("hit", "miss", "error", "corrupt"),
     "direction": ("read", "write"),
     "scope": ("preprocessor", "encoder", "cluster"),
@@ -31,6 +31,9 @@ VALUES: dict[str, tuple[str, ...]] = {
     "budget": (*get_args(Budget), "rate", "tenant", "queue_wait", "encoder"),
     "outcome": get_args(Outcome),
     "media_total.outcome": ("seen", "decoded", "remade"),
+    "code": ("unsupported_format", "image_too_large", "invalid_image"),
+    "uuid_bindings_total.result": ("new", "same", "rebound", "refused"),
+    "engine_stage_seconds.stage": ("queue", "encode", "prefill", "generation"),
     "encoder_batch_failures_total.kind": ("out_of_memory", "error"),
     "requests_in_flight.state": ("running", "queued"),
     "scheduler_requests.state": ("running", "waiting"),
@@ -50,9 +53,19 @@ def values_of(family: Family, label: str) -> tuple[str, ...] | None:
 
 _OWNERS = {
     "Ingress": ("requests", "request_", "time_to", "inter_token", "tenant_", "budget_rejections"),
-    "Preprocessor": ("media", "cache_", "single_flight"),
+    "Preprocessor": ("media", "uuid_", "cache_", "single_flight"),
     "VisionEncoder": ("encoder", "cache_", "single_flight"),
-    "LMEngine": ("scheduler", "kv_", "embedding", "preempt", "prompt_", "generated", "engine", "budget_rejections"),
+    "LMEngine": (
+        "scheduler",
+        "kv_",
+        "embedding",
+        "preempt",
+        "prompt_",
+        "generated",
+        "engine",
+        "encode_",
+        "budget_rejections",
+    ),
 }
 
 

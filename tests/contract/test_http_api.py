@@ -78,7 +78,13 @@ class RecordingObserver:
         self.gaps.append(num_tokens)
 
     def finished(
-        self, endpoint: str, status: int, seconds: float, stage_seconds: Mapping[str, float], usage: Usage
+        self,
+        endpoint: str,
+        status: int,
+        seconds: float,
+        stage_seconds: Mapping[str, float],
+        usage: Usage,
+        tenant: str = "",
     ) -> None:
         self.ended.append((endpoint, status))
         self.usages.append(usage)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.body import BodyReader, check_content_headers, parse_json
+from app.body import BodyReader, check_content_headers, parse_body, parse_json
 from app.errors import RequestTimeoutError, UnsupportedMediaTypeError
 from app.limits import EdgeLimits
 from deployments.errors import InvalidRequestError, OverloadedError, PayloadTooLargeError, RequestAbortedError
@@ -18,11 +18,17 @@ LIMITS = EdgeLimits()
 class Messages:
     """An ASGI receive that hands out chunks, then waits for ever."""
 
-    def __init__(self, *chunks: bytes, end: bool = True) -> None:
+    def __init__(self, *chunks: bytes, end: bool = True, last: Mapping[str, Any] | None = None) -> None:
         self._messages: list[Mapping[str, Any]] = [
             {"type": "http.request", "body": chunk, "more_body": not end or i < len(chunks) - 1}
             for i, chunk in enumerate(chunks)
         ]
+        if last is not None:
+            self._messages.append(last)
+
+    @property
+    def num_left(self) -> int:
+        return len(self._messages)
 
     async def __call__(self) -> Mapping[str, Any]:
         if not self._messages:
@@ -40,12 +46,45 @@ async def test_chunks_are_joined() -> None:
 
 
 async def test_the_limit_counts_real_bytes() -> None:
-    reader = BodyReader(EdgeLimits(max_body_bytes=4))
+    reader = BodyReader(EdgeLimits(max_body_bytes=4), linger_s=0.01)
     assert await read(reader, Messages(b"ab", b"cd")) == b"abcd"
     for receive, length in ((Messages(b"ab", b"cde"), None), (Messages(b"ab", b"cde"), 2), (Messages(), 5)):
         with pytest.raises(PayloadTooLargeError, match="limit is 4"):
             await read(reader, receive, length)
     assert reader.buffered_bytes == 0
+
+
+@pytest.mark.parametrize("content_length", [None, 1000])
+async def test_rest_of_a_large_body_is_read_and_dropped(content_length: int | None) -> None:
+    reader, messages = BodyReader(EdgeLimits(max_body_bytes=4)), Messages(*[b"abc"] * 50)
+    with pytest.raises(PayloadTooLargeError):
+        await read(reader, messages, content_length)
+    assert messages.num_left == 0
+    assert reader.buffered_bytes == 0
+
+
+async def test_client_that_leaves_or_stalls_in_a_large_body_is_not_waited_for() -> None:
+    reader = BodyReader(EdgeLimits(max_body_bytes=4), linger_s=0.05)
+    gone = Messages(b"abcde", end=False, last={"type": "http.disconnect"})
+    for receive in (gone, Messages(b"abcde", end=False)):
+        with pytest.raises(PayloadTooLargeError):
+            await read(reader, receive)
+
+
+async def test_large_bodies_are_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+
+    async def in_thread(function: Any, *args: Any) -> Any:
+        used.append(function)
+        return function(*args)
+
+    monkeypatch.setattr(asyncio, "to_thread", in_thread)
+    assert await parse_body(b'{"a": 1}', LIMITS) == {"a": 1}
+    assert used == []
+    assert await parse_body(b'{"a": "' + b"x" * (2 << 20) + b'"}', LIMITS)
+    assert used == [parse_json]
+    with pytest.raises(InvalidRequestError):
+        await parse_body(b" " * (2 << 20), LIMITS)
 
 
 async def test_bodies_held_at_once_are_bounded() -> None:

@@ -55,7 +55,8 @@ async def test_the_whole_way() -> None:
     assert (request.namespace, request.cache_salt, request.priority) == ("tenant:acme", "s", 3)
     assert request.deadline_s == prepared.deadline_s
     assert (trace.usage.prompt_tokens, trace.usage.completion_tokens) == (3, 3)
-    assert {"admission", "first_token"} <= set(trace.stage_seconds)
+    trace.close_stages()
+    assert {"receive", "admission", "generation"} <= set(trace.stage_seconds)
     assert not engine.aborted
     assert pipeline.admission.stats.running == 0
 

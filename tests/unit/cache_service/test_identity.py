@@ -19,6 +19,9 @@ from cache_service.identity import (
     embedding_identity,
     encoded_digest,
     item_identity,
+    salted_namespace,
+    unsalted_namespace,
+    uuid_key,
 )
 
 DIGESTS = st.binary(min_size=32, max_size=32)
@@ -205,3 +208,23 @@ def test_lone_surrogates_of_a_callers_json_are_keys_like_any_other() -> None:
 def test_nan_is_refused() -> None:
     with pytest.raises(ValueError, match="NaN"):
         item_identity("n", ContentDigest(bytes(32)), processing(rescale_factor=float("nan")))
+
+
+@given(st.text(alphabet=st.characters(exclude_characters="\0")), st.text())
+def test_salted_namespace_gives_back_the_tenant(namespace: str, salt: str) -> None:
+    assert unsalted_namespace(salted_namespace(namespace, salt)) == namespace
+    assert salted_namespace(namespace, "") == namespace
+
+
+@given(
+    st.tuples(st.text(alphabet=st.characters(exclude_characters="\0")), st.text()),
+    st.tuples(st.text(alphabet=st.characters(exclude_characters="\0")), st.text()),
+)
+def test_salted_namespaces_and_uuids_never_meet(one: tuple[str, str], other: tuple[str, str]) -> None:
+    assert (salted_namespace(*one) == salted_namespace(*other)) == (one == other)
+    assert (uuid_key(*one) == uuid_key(*other)) == (one == other)
+
+
+def test_namespace_cannot_forge_a_salt() -> None:
+    with pytest.raises(ValueError, match="NUL"):
+        salted_namespace("tenant:a\0x", "")

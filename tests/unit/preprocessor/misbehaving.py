@@ -34,3 +34,8 @@ class Misbehaving:
     def remake(self, modality: str, data: EncodedMedia, processing: dict[str, int]) -> np.ndarray:
         assert isinstance(data, bytes)
         return np.frombuffer(data, np.uint8).reshape(processing["rows"], -1)
+
+
+class Unstartable(Misbehaving):
+    def __init__(self) -> None:
+        os._exit(1)

@@ -3,6 +3,8 @@ from __future__ import annotations
 import ast
 import io
 import struct
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -346,3 +348,25 @@ def test_mutated_files_give_pixels_or_a_media_error(data: st.DataObject) -> None
     except MediaError:
         return
     assert image.pixels.shape == (image.size[1], image.size[0], 3)
+
+
+def test_no_library_lifts_the_process_wide_limits() -> None:
+    """In a process of its own: everything a worker imports, then what other libraries are known to do."""
+    script = (
+        "from deployments.preprocessor.config import PreprocessorConfig as C\n"
+        "from deployments.preprocessor.processor import MediaProcessor\n"
+        "from tests.unit.preprocessor.test_families import FAMILY\n"
+        "from PIL import Image, ImageFile\n"
+        "MediaProcessor(C(max_image_pixels=12345), FAMILY)\n"
+        "import av, simplejpeg, torch, transformers.image_utils\n"
+        "assert Image.MAX_IMAGE_PIXELS == 12345 and not ImageFile.LOAD_TRUNCATED_IMAGES\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_lifted_limits_stop_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = ImageDecoder(max_pixels=1000)
+    decoder.assert_guards()
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    with pytest.raises(RuntimeError, match="limits"):
+        decoder.assert_guards()

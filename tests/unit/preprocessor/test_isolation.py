@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import multiprocessing.spawn
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 
-from deployments.errors import InternalError, MediaError
+from deployments.errors import InternalError, MediaError, OverloadedError
 from deployments.preprocessor.config import PreprocessorConfig
 from deployments.preprocessor.decode_process import JobLimits
-from deployments.preprocessor.isolation import ProcessWorkers
+from deployments.preprocessor.isolation import ProcessWorkers, _without_main_module
 from deployments.preprocessor.media import Inspection, MediaOptions
 from deployments.preprocessor.processor import MediaProcessor
 from deployments.preprocessor.resize import PixelLimits
-from tests.unit.preprocessor.misbehaving import Misbehaving
+from tests.unit.preprocessor.misbehaving import Misbehaving, Unstartable
 from tests.unit.preprocessor.pictures import clip, encoded, noise
 from tests.unit.preprocessor.test_families import FAMILY
 
@@ -129,3 +131,25 @@ def test_factory_is_picklable() -> None:
     import pickle
 
     assert pickle.loads(pickle.dumps(functools.partial(MediaProcessor, PreprocessorConfig(), FAMILY)))
+
+
+def test_main_module_is_hidden_from_new_processes_only_while_they_start() -> None:
+    """A Serve replica's main module is Ray's: running it again takes a second for every replacement."""
+    main = sys.modules["__main__"]
+    before = main.__spec__, getattr(main, "__file__", None)
+    with _without_main_module():
+        data = multiprocessing.spawn.get_preparation_data("decode")
+        assert not {"init_main_from_path", "init_main_from_name"} & set(data)
+    assert (main.__spec__, getattr(main, "__file__", None)) == before
+
+
+async def test_process_that_cannot_start_is_no_fault_of_the_media(workers: ProcessWorkers) -> None:
+    pids = {(await inspect(workers, b"x")).size[1] for _ in range(2)}
+    workers._workers[0]._make_processor = workers._workers[1]._make_processor = Unstartable
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    for _ in range(4):
+        with pytest.raises(OverloadedError):
+            await inspect(workers, b"x")
+    workers._workers[0]._make_processor = workers._workers[1]._make_processor = Misbehaving
+    assert (await inspect(workers, b"four")).size[0] == 4

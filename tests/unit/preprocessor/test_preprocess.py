@@ -413,6 +413,17 @@ async def test_picture_over_the_byte_limit(make_stage: MakeStage) -> None:
     assert (await stage.refused(PHOTO)).code == "media_too_large"
 
 
+async def test_tenants_own_byte_limit(stage: Stage) -> None:
+    photo = encoded(noise(300, 200), "JPEG")
+    stage.fetcher.bodies["/a"] = photo
+    for picture in (PHOTO, named("x", PHOTO), MediaInput(modality="video", param="m[0]", frames=(PHOTO, PHOTO))):
+        refused = await stage.refused(picture, max_item_bytes=len(photo) - 1)
+        assert (refused.code, refused.param) == ("media_too_large", "m[0]")
+    assert (await stage.prepare(PHOTO, max_item_bytes=len(photo))).items
+    await stage.prepare(named("y", PHOTO))
+    assert (await stage.refused(named("y"), max_item_bytes=len(photo) - 1)).code == "media_too_large"
+
+
 # -- deadline and cancellation ----------------------------------------------------------------------------------------
 async def test_passed_deadline_costs_nothing(stage: Stage) -> None:
     with pytest.raises(DeadlineError):

@@ -8,12 +8,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deployments.vision_encoder.adapters.base import VisionItem
 from deployments.vision_encoder.build import build_core
 from deployments.vision_encoder.config import EncoderConfig
 from deployments.vision_encoder.encoder import EncoderCore, Rows
+from deployments.vision_encoder.forward import InputBuffers
 from deployments.vision_encoder.graphs import GraphManager
+from deployments.vision_encoder.packing import Load
 from deployments.vision_encoder.weights import DummyWeights
 from tests.unit.vision_encoder.towers import Want, random_items, vision_config
 
@@ -54,6 +58,9 @@ def make_core(model_type: str = "qwen2_5_vl", **options: object) -> EncoderCore:
         DummyWeights(torch.device("cpu"), std=0.1),
         measure=scripted(),
     )
+
+
+WINDOWED = make_core("qwen2_5_vl")
 
 
 def arrays(results: Sequence[Rows | Exception]) -> list[np.ndarray]:
@@ -101,6 +108,19 @@ def test_nothing_of_an_earlier_batch_is_left_in_the_buffers() -> None:
     np.testing.assert_array_equal(first, again)
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_filling_used_buffers_leaves_what_filling_new_ones_does(model_type: str) -> None:
+    adapter = make_core(model_type).adapter
+    capacity = adapter.capacity("image", 64, 4, 4)
+    used, new = InputBuffers(adapter, "image", capacity), InputBuffers(adapter, "image", capacity)
+    (small,) = random_items(adapter, [("image", (1, 4, 4))])
+    used.fill(random_items(adapter, [("image", (1, 16, 16))], seed=3))
+    used.fill([small])
+    new.fill([small])
+    for name, tensor in new.device.items():
+        assert torch.equal(used.device[name], tensor), name
+
+
 def test_results_stay_as_they_are_when_the_buffers_are_used_again() -> None:
     static = make_core(static_buffers_on_cpu=True)
     (a, b) = random_items(static.adapter, [("image", (1, 8, 8)), ("image", (1, 8, 8))])
@@ -134,12 +154,12 @@ def test_over_the_ladder_runs_eagerly_and_is_counted_by_reason() -> None:
     assert core.stats.graph_replays == {("image", 64): 1}
 
 
-def test_too_many_windows_for_a_budget_run_eagerly() -> None:
-    core = make_core(static_buffers_on_cpu=True, encoder_cudagraph_token_budgets=(64,))
-    room = core.adapter.capacity("image", 64, 2, 2).segments
-    items = random_items(core.adapter, [("image", (1, 2, 2))] * 2 + [("image", (1, 10, 10))])
-    arrays(core.encode_all(items))
-    assert room >= 64 // 4
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=6))
+def test_a_budget_has_room_for_the_windows_of_whatever_fits_it_otherwise(sizes: list[tuple[int, int, int]]) -> None:
+    adapter = WINDOWED.adapter
+    loads = [adapter.describe("video", (t, 2 * h, 2 * w)).loads["video"] for t, h, w in sizes]
+    total = sum(loads, Load())
+    assert adapter.capacity("video", total.slots, len(loads), total.frames).shortage(total, len(loads)) is None
 
 
 def test_a_budget_slower_than_eager_is_off() -> None:

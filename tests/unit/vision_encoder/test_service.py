@@ -20,7 +20,7 @@ from deployments.errors import ContextLengthError, DeadlineError, InternalError,
 from deployments.messages import EncodeRequest, MediaItem, Modality, Ref
 from deployments.vision_encoder.adapters.factory import read_normalisation
 from deployments.vision_encoder.batcher import DynamicBatcher
-from deployments.vision_encoder.build import build_service, load_core, load_fingerprint
+from deployments.vision_encoder.build import load_core
 from deployments.vision_encoder.config import EncoderConfig
 from deployments.vision_encoder.embedding_codec import Embedding, decode_embedding, encode_embedding
 from deployments.vision_encoder.encoder import EncoderCore
@@ -265,25 +265,18 @@ async def test_the_memory_cache_is_bounded_in_bytes(core: EncoderCore) -> None:
     assert len(stage.service.memory) == 0
 
 
-async def test_the_built_service_serves_what_transformers_computes(folder: Path, core: EncoderCore) -> None:
-    config = EncoderConfig(model=str(folder), device="cpu")
-    store = MemoryObjectStore()
-    service = build_service(config, core, store, fingerprint=load_fingerprint(config, core))
-    stage = Stage(core)
+async def test_a_loaded_folder_gives_what_transformers_computes(folder: Path, stage: Stage) -> None:
     item = stage.item(1, (1, 8, 12))
+    (encoded,) = await stage.service.encode(EncodeRequest(request_id="r", items=(item,)))
     pixels = stage.preprocessor.originals[item.identity]
-    (encoded,) = await service.encode(EncodeRequest(request_id="r", items=(replace(item, patches=store.put(pixels)),)))
-    model = load_hf_model(folder)
     usual = read_normalisation(folder, {"model_type": "qwen2_5_vl"})["image"]
     mean, std = torch.tensor(usual.mean).view(3, 1, 1), torch.tensor(usual.std).view(3, 1, 1)
     wide = (torch.from_numpy(pixels).float().view(-1, 3, 1, 196) / 255 - mean) / std
+    tower = load_hf_model(folder).model.visual
     with torch.inference_mode():
-        output = model.model.visual(wide.expand(-1, -1, 2, -1).reshape(len(pixels), -1), torch.tensor([item.grid]))
-    assert encoded.dtype == "float32"
-    assert encoded.width == output.pooler_output.shape[1]
-    np.testing.assert_allclose(await store.get(encoded.embeddings), output.pooler_output.numpy(), atol=1e-4)
-    await service.close()
-    await stage.service.close()
+        output = tower(wide.expand(-1, -1, 2, -1).reshape(len(pixels), -1), torch.tensor([item.grid]))
+    assert (encoded.dtype, encoded.width) == ("float32", output.pooler_output.shape[1])
+    np.testing.assert_allclose(await stage.store.get(encoded.embeddings), output.pooler_output.numpy(), atol=1e-4)
 
 
 async def test_lower_tiers_answer_without_pixels_and_are_written_behind(core: EncoderCore) -> None:
