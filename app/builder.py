@@ -38,7 +38,8 @@ MAX_ONGOING_REQUESTS = 4096
 
 # One request's submit, stream and abort must reach the same replica, so they share a session and there is no fallback.
 SESSION_ROUTER = RequestRouterConfig(
-    request_router_class="ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",
+    # Serve takes the import path too, as its documentation says; only the annotation does not.
+    request_router_class="ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",  # type: ignore[arg-type]
     request_router_kwargs={"num_fallback_replicas": 0},
 )
 
