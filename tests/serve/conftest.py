@@ -1,8 +1,7 @@
-"""One real application for all tests of this folder: a local Ray cluster, every deployment, real HTTP on loopback."""
+"""The real application: a local Ray cluster, every deployment, real HTTP on loopback."""
 
 from __future__ import annotations
 
-import base64
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import pytest
 from app.serve import LocalServer, load_config
 
 ROOT = Path(__file__).parent.parent.parent
-MODEL_FOLDER = ROOT / "serve_configs" / "demo_model"
 START_TIMEOUT_S = 240
 
 
@@ -39,8 +37,10 @@ class RunningServer:
         return self.url + "/v1"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
+    """serve_configs/dev.yaml in this process, so that a test can look into the cluster. Ends with its module, since
+    other modules start clusters of their own."""
     config = load_config(ROOT / "serve_configs" / "dev.yaml", free_port())
     local = LocalServer(config, num_cpus=8, object_store_bytes=256 << 20)
     local.start(START_TIMEOUT_S)
@@ -48,16 +48,3 @@ def server() -> Iterator[RunningServer]:
         yield RunningServer(local.url, config["applications"][0]["args"]["served_model_name"])
     finally:
         local.stop()
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One question of the shipped examples, with everything said before it."""
-
-    messages: list[dict[str, object]]
-    answer: str
-
-
-def data_uri(path: Path) -> str:
-    kind = "jpeg" if path.suffix in (".jpg", ".jpeg") else "png"
-    return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ class Example:
     answer: str
 
     def is_answered_by(self, text: str | None) -> bool:
-        return normal(text or "") == normal(self.answer)
+        return _normal(text or "") == _normal(self.answer)
 
 
-def normal(text: str) -> str:
-    return text.strip().lower().removesuffix(".")
+def load_examples() -> list[Example]:
+    listed = json.loads((FOLDER / "examples.json").read_text())
+    return [Example(entry["name"], [_message(m) for m in entry["messages"]], entry["answer"]) for entry in listed]
 
 
 def data_uri(path: Path) -> str:
@@ -29,5 +31,16 @@ def data_uri(path: Path) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
-def picture_part(path: Path) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": data_uri(path)}}
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    return {**message, "content": content if isinstance(content, str) else [_part(part) for part in content]}
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] != "image":
+        return part
+    return {"type": "image_url", "image_url": {"url": data_uri(FOLDER / part["path"])}}
+
+
+def _normal(text: str) -> str:
+    return text.strip().lower().removesuffix(".")
