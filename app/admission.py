@@ -28,8 +28,9 @@ from deployments.errors import OverloadedError, RateLimitError
 class AdmissionConfig:
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
-    max_running_requests: int = 256
-    """Requests past admission at once."""
+    max_running_requests: int = 1024
+    """Requests past admission at once. Well above what the engine runs: requests that wait for a slow media host stand
+    here too, and must not keep the others out."""
     max_queued_requests: int = 256
     """Requests waiting for a place, all tenants together."""
     max_queued_requests_per_tenant: int | None = None

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
@@ -55,7 +56,7 @@ def build(args: dict[str, Any]) -> Application:
     card = read_model_card(folder, config.served_model_name or Path(config.model).name)
     slots, patches = worst_case_item(config.preprocessor, folder)
     _check_worst_case(config, slots, patches)
-    config = _absolute(config, folder)
+    config = _with_dtype(_absolute(config, folder), card)
     fingerprint = EncoderFingerprint(
         model_id=config.model,
         weights_revision=weights_revision(folder, config.load_format),
@@ -113,6 +114,19 @@ def _absolute(config: AppConfig, folder: Path) -> AppConfig:
         model=model,
         vision_encoder=replace(config.vision_encoder, model=model),
         lm_engine=replace(config.lm_engine, model=model),
+    )
+
+
+def _with_dtype(config: AppConfig, card: ModelCard) -> AppConfig:
+    """`auto` decided once for the whole application: replicas that chose by their own device would not agree, and the
+    encoder's precision is part of every embedding's key."""
+    has_gpu = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+    dtype = card.dtype if has_gpu else "float32"
+    encoder, engine = config.vision_encoder, config.lm_engine
+    return replace(
+        config,
+        vision_encoder=replace(encoder, dtype=dtype) if encoder.dtype == "auto" else encoder,
+        lm_engine=replace(engine, dtype=dtype) if engine.dtype == "auto" else engine,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from app.settings import SamplingDefaults
 from deployments.checkpoint import CheckpointError, read_json
@@ -21,6 +21,8 @@ class ModelCard:
     vocab_size: int
     created_s: int
     """Unix time of the folder's config file."""
+    dtype: Literal["float32", "bfloat16", "float16"]
+    """Precision of the checkpoint's weights; bfloat16 if it does not say."""
     sampling_defaults: SamplingDefaults
 
 
@@ -34,6 +36,7 @@ def read_model_card(folder: Path, name: str) -> ModelCard:
         max_model_len=_whole(text, "max_position_embeddings"),
         vocab_size=_whole(text, "vocab_size"),
         created_s=int((folder / "config.json").stat().st_mtime),
+        dtype=_dtype(text),
         sampling_defaults=_sampling_defaults(read_json(folder, "generation_config.json", {})),
     )
 
@@ -52,6 +55,13 @@ def _whole(config: Mapping[str, Any], name: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise CheckpointError(f"config.json has no usable {name}: {value!r}")
     return value
+
+
+def _dtype(config: Mapping[str, Any]) -> Literal["float32", "bfloat16", "float16"]:
+    named = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    if named == "float32":
+        return "float32"
+    return "float16" if named == "float16" else "bfloat16"
 
 
 def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:

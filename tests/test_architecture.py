@@ -21,7 +21,12 @@ EDGE_LIBRARIES = {"ray", "fastapi", "starlette", "uvicorn", "prometheus_client"}
 ROOT_FILES = {"app/builder.py", "app/serve.py", "app/__init__.py"}
 APP_EDGE = {"app/deployment.py", "app/replicas.py"}
 CONFIG_FILES = {"app/config.py"}  # composes the stages' option classes, nothing else of theirs
-EDGE_FILES = {"deployments/handles.py", "deployments/metrics.py", "deployments/colocated.py"}
+EDGE_FILES = {
+    "deployments/replica_log.py",
+    "deployments/handles.py",
+    "deployments/metrics.py",
+    "deployments/colocated.py",
+}
 CONTRACTS = {"deployments.errors", "deployments.messages", "deployments.ports", "deployments.checkpoint"}
 STAGES = ("preprocessor", "vision_encoder", "lm_engine")
 # Host-side engine files decide on integers; a tensor there would make a decision depend on a device.

@@ -23,6 +23,7 @@ from deployments.lm_engine.stats import Budget, Outcome
 from deployments.messages import DeltaBatch, GenerateRequest
 from deployments.metrics import ReplicaMetrics, Sample
 from deployments.ports import ObjectStore, VisionEncoder
+from deployments.replica_log import quiet_callers_faults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class LMEngine:
     def _setup(self, options: EngineOptions, encoder: VisionEncoder, store: ObjectStore) -> None:
         config = options.config
         folder: Path = resolve_model(config.model, config.revision, config_only=config.load_format == "dummy")
+        quiet_callers_faults()
         context = serve.get_replica_context()
         self._metrics = ReplicaMetrics(context.deployment, context.replica_id.unique_id, self._samples)
         self._stats: EngineStats | None = None

@@ -98,8 +98,8 @@ class EncodeClient:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, batch: EncodeBatch, num_tries: int, delay_s: float = 0.0) -> None:
-        task = asyncio.get_running_loop().create_task(self._encode(batch, num_tries, delay_s))
+    def _start(self, batch: EncodeBatch, num_tries: int, delay_s: float = 0.0, *, refresh: bool = False) -> None:
+        task = asyncio.get_running_loop().create_task(self._encode(batch, num_tries, delay_s, refresh))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         for start in batch.starts:
@@ -111,7 +111,7 @@ class EncodeClient:
         if entry is not None and not any(task is entry[1] for _, task in self._in_flight.values()):
             entry[1].cancel()
 
-    async def _encode(self, batch: EncodeBatch, num_tries: int, delay_s: float) -> None:
+    async def _encode(self, batch: EncodeBatch, num_tries: int, delay_s: float, refresh: bool) -> None:
         """One call for a batch, and what follows from its results."""
         await asyncio.sleep(delay_s)
         request = EncodeRequest(
@@ -119,6 +119,7 @@ class EncodeClient:
             items=tuple(start.item for start in batch.starts),
             namespace=batch.namespace,
             deadline_s=batch.deadline_s,
+            refresh=refresh,
         )
         fault: SightlineError | None = None
         results: list[Embeddings | SightlineError] = []
@@ -154,7 +155,8 @@ class EncodeClient:
         is_transient = isinstance(result, _RETRYABLE)
         if is_transient and num_tries < self._max_tries and self._in_time(batch, delay_s):
             self._listener.on_encode_retry()
-            self._start(alone, num_tries, delay_s)
+            # A ref that can no longer be read would only be handed out again from the encoder's memory.
+            self._start(alone, num_tries, delay_s, refresh=isinstance(result, PayloadLostError))
         elif not is_transient and whole_call and len(batch.starts) > 1:
             self._start(alone, num_tries)  # one item may be bad: which one?
         else:

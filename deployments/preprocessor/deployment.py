@@ -21,6 +21,7 @@ from deployments.metrics import ReplicaMetrics, Sample
 from deployments.preprocessor.build import build_preprocessor
 from deployments.preprocessor.config import PreprocessorConfig
 from deployments.preprocessor.shared_index import ALIAS_KIND, REFUSED_KIND, UUID_KIND, SharedIndex
+from deployments.replica_log import quiet_callers_faults
 
 RECORD_BYTES = 64 * 1024
 """Longest record that replicas share; a longer one is not worth a round trip of bounded time."""
@@ -34,6 +35,7 @@ class Preprocessor:
     def __init__(
         self, config: PreprocessorConfig, model: str, revision: str | None, redis: RedisTierConfig | None = None
     ) -> None:
+        quiet_callers_faults()
         context = serve.get_replica_context()
         self._metrics = ReplicaMetrics(context.deployment, context.replica_id.unique_id, self._samples)
         self._lookups: Counter[tuple[str, str]] = Counter({("alias", "hit"): 0, ("alias", "miss"): 0})

@@ -25,6 +25,7 @@ from deployments.handles import PreprocessorHandle, RayObjectStore
 from deployments.messages import EncodedItem, EncodeRequest
 from deployments.metrics import ReplicaMetrics, Sample
 from deployments.ports import ObjectStore, Preprocessor
+from deployments.replica_log import quiet_callers_faults
 from deployments.vision_encoder.batcher import DynamicBatcher
 from deployments.vision_encoder.build import load_core
 from deployments.vision_encoder.config import EncoderConfig
@@ -91,6 +92,7 @@ class VisionEncoder:
     """One encoder per replica; its forward passes run in a thread of their own."""
 
     def __init__(self, options: EncoderOptions, preprocessor: DeploymentHandle) -> None:
+        quiet_callers_faults()
         context = serve.get_replica_context()
         self._parts = EncoderParts(options, RayObjectStore(), PreprocessorHandle(preprocessor))
         self._metrics = ReplicaMetrics(context.deployment, context.replica_id.unique_id, self._parts.samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -69,7 +70,10 @@ async def test_the_shipped_examples_are_answered_right(
     )
     assert example.is_answered_by(answer.choices[0].message.content)
     assert answer.choices[0].finish_reason == "stop"
-    has_picture = any(not isinstance(message["content"], str) for message in example.messages)
+    parts = [
+        part for message in example.messages if isinstance(message["content"], list) for part in message["content"]
+    ]
+    has_picture = any(part["type"] == "image_url" for part in parts)
     assert (answer.usage.prompt_tokens_details.image_tokens > 0) == has_picture
 
 
