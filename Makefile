@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONFIG ?= serve_configs/dev.yaml
+PORT ?= 8000
 PYTEST_ARGS ?=
 STAMP := $(VENV)/.installed
 
@@ -22,8 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP)  ## Create .venv and install everything into it
 
-serve: $(STAMP)  ## Serve the shipped model on http://127.0.0.1:8000 (Ctrl-C stops it)
-	$(BIN)/python -m app.serve $(CONFIG)
+serve: $(STAMP)  ## Serve the shipped model on http://127.0.0.1:$(PORT), by default 8000 (Ctrl-C stops it)
+	$(BIN)/python -m app.serve $(CONFIG) --port $(PORT)
 
 stop: $(STAMP)  ## Shut a running application down, letting streams finish
 	$(BIN)/serve shutdown -y

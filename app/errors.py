@@ -13,7 +13,13 @@ from typing import ClassVar
 
 import orjson
 
-from deployments.errors import InternalError, InvalidRequestError, RequestAbortedError, SightlineError
+from deployments.errors import (
+    InternalError,
+    InvalidRequestError,
+    ReplicaLostError,
+    RequestAbortedError,
+    SightlineError,
+)
 
 
 class MethodNotAllowedError(InvalidRequestError):
@@ -64,7 +70,10 @@ def as_sightline_error(error: BaseException) -> SightlineError:
 
 def error_object(error: SightlineError) -> dict[str, dict[str, str | None]]:
     """The JSON object of an error answer or of an error event in a stream."""
-    if isinstance(error, InternalError):
+    if isinstance(error, ReplicaLostError):
+        message = "The server lost the replica that worked on this request; ask again."
+        code = ReplicaLostError.default_code
+    elif isinstance(error, InternalError):
         message, code = "The server failed to process this request.", "internal_error"
     else:
         message, code = error.message, error.code

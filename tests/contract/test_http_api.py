@@ -430,6 +430,15 @@ async def test_errors_of_the_stages_before_the_first_delta(
     await server.idle()
 
 
+async def test_a_replica_lost_after_the_first_delta_is_named_as_such(server: Server) -> None:
+    failure = SequenceDelta(finish_reason="error", error=ReplicaLostError("secret"))
+    server.engine.script = ((SequenceDelta(text="a"),), (failure,))
+    *_, last, done = events_of((await post(server, body(stream=True))).text)
+    assert done == "[DONE]"
+    assert last["error"]["code"] == "replica_lost"
+    assert "secret" not in last["error"]["message"]
+
+
 async def test_an_error_after_the_first_delta_ends_the_stream(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     failure = SequenceDelta(finish_reason="error", error=InternalError("secret"))
     server.engine.script = ((SequenceDelta(text="a"),), (failure,))

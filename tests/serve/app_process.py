@@ -54,6 +54,7 @@ class AppProcess:
         application["args"] = _merged(application["args"], args)
         for deployment in application["deployments"]:
             deployment["num_replicas"] = replicas.get(deployment["name"], deployment["num_replicas"])
+        self.application: str = application["name"]
         self.model: str = application["args"]["served_model_name"]
         path = folder / "serve.yaml"
         path.write_text(yaml.safe_dump(config))

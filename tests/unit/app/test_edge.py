@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.access_log import JsonFormatter, log_finished
+from app.access_log import log_finished
 from app.auth import Authenticator
 from app.connection import ClientConnection
 from app.errors import MethodNotAllowedError, answer_for
@@ -28,6 +28,7 @@ from deployments.errors import (
     ReplicaLostError,
     RequestAbortedError,
 )
+from deployments.replica_log import JsonFormatter
 from tests.unit.app.helpers import make_settings, make_trace
 
 KEY = "sk-0123456789abcdef"
@@ -49,13 +50,19 @@ def test_the_form_of_errors() -> None:
         KeyError("secret"),
         RuntimeError(),
         InternalError("secret"),
-        ReplicaLostError("secret"),
     ],
 )
 def test_unexpected_exceptions_show_nothing(error: Exception) -> None:
     answer = answer_for(error)
     assert answer.status == 500
     assert json.loads(answer.body)["error"]["code"] == "internal_error"
+    assert b"secret" not in answer.body
+
+
+def test_a_lost_replica_is_named_but_not_described() -> None:
+    answer = answer_for(ReplicaLostError("secret"))
+    assert answer.status == 500
+    assert json.loads(answer.body)["error"]["code"] == "replica_lost"
     assert b"secret" not in answer.body
 
 
@@ -216,6 +223,35 @@ async def test_a_client_that_leaves_cancels_the_work_and_its_clean_up_is_awaited
         with pytest.raises(RequestAbortedError):
             await client.run(work())
     assert steps == ["began", "cleaned"]
+
+
+async def test_the_clean_up_is_awaited_however_often_the_caller_is_cancelled() -> None:
+    """A server may cancel a request whose client has left while its clean-up is under way."""
+    began, may_end, steps = asyncio.Event(), asyncio.Event(), []
+
+    async def work() -> None:
+        try:
+            began.set()
+            await asyncio.Event().wait()
+        finally:
+            steps.append("cleaning")
+            await may_end.wait()
+            steps.append("cleaned")
+
+    async def serve() -> None:
+        async with ClientConnection(Wire()) as client:
+            await client.run(work())
+
+    serving = asyncio.create_task(serve())
+    await began.wait()
+    for _ in range(3):
+        serving.cancel()
+        await asyncio.sleep(0.01)
+    assert not serving.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert steps == ["cleaning", "cleaned"]
 
 
 async def test_being_cancelled_cancels_the_work() -> None:
