@@ -1,38 +1,12 @@
-"""One line a finished request, as JSON if the formatter is installed. Never payloads, URLs, keys or addresses."""
+"""One line a finished request: its id, outcome and stage times. Never payloads, URLs, keys or addresses."""
 
 from __future__ import annotations
 
 import logging
-import time
-from typing import Any
-
-import orjson
 
 from app.observer import RequestTrace
 
 logger = logging.getLogger("sightline.access")
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, `extra={"fields": {...}}`, and the exception if any."""
-
-    converter = staticmethod(time.gmtime)  # type: ignore[assignment]
-    default_time_format = "%Y-%m-%dT%H:%M:%S"
-    default_msec_format = "%s.%03dZ"
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": self.formatTime(record),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        fields = getattr(record, "fields", None)
-        if isinstance(fields, dict):
-            line.update(fields)
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(line, default=str).decode()
 
 
 def log_finished(trace: RequestTrace, method: str) -> None:

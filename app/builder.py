@@ -30,6 +30,7 @@ from deployments.colocated import ColocatedLMEngine
 from deployments.lm_engine.deployment import EngineOptions, LMEngine
 from deployments.preprocessor.build import worst_case_item
 from deployments.preprocessor.deployment import Preprocessor
+from deployments.tracing import check_tracing
 from deployments.vision_encoder.config import ENCODER_REVISION
 from deployments.vision_encoder.deployment import EncoderOptions, VisionEncoder
 
@@ -37,11 +38,16 @@ from deployments.vision_encoder.deployment import EncoderOptions, VisionEncoder
 # limit only has to be out of the way.
 MAX_ONGOING_REQUESTS = 4096
 
-# One request's submit, stream and abort must reach the same replica, so they share a session and there is no fallback.
-SESSION_ROUTER = RequestRouterConfig(
-    # Serve takes the import path too, as its documentation says; only the annotation does not.
-    request_router_class="ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",  # type: ignore[arg-type]
-    request_router_kwargs={"num_fallback_replicas": 0},
+AFFINITY_ROUTER = "deployments.request_router:AffinityRouter"
+# Below `min_bound` calls a replica is never passed over, so that a quiet cluster keeps pictures and prefixes together.
+# Serve takes the import path too, as its documentation says; only the annotation does not.
+ENCODER_ROUTER = RequestRouterConfig(
+    request_router_class=AFFINITY_ROUTER,  # type: ignore[arg-type]
+    request_router_kwargs={"min_bound": 8},
+)
+ENGINE_ROUTER = RequestRouterConfig(
+    request_router_class=AFFINITY_ROUTER,  # type: ignore[arg-type]
+    request_router_kwargs={"min_bound": 16},
 )
 
 
@@ -52,6 +58,7 @@ def build(args: dict[str, Any]) -> Application:
         ConfigError: An option is unknown or wrong; the message names it, its value and what is allowed.
     """
     config = AppConfig.parse(args)
+    _check_telemetry(config)
     folder = resolve_model(config.model, config.revision, config_only=True)
     card = read_model_card(folder, config.served_model_name or Path(config.model).name)
     slots, patches = worst_case_item(config.preprocessor, folder)
@@ -64,21 +71,30 @@ def build(args: dict[str, Any]) -> Application:
         encoder_revision=ENCODER_REVISION,
     )
     redis = config.cache.resolve(os.environ)
-    preprocessor = _deployment(Preprocessor).bind(config.preprocessor, config.model, config.revision, redis)
-    encoder_options = EncoderOptions(config=config.vision_encoder, fingerprint=fingerprint, redis=redis)
+    preprocessor = _deployment(Preprocessor).bind(
+        config.preprocessor, config.model, config.revision, config.telemetry, redis
+    )
+    encoder_options = EncoderOptions(
+        config=config.vision_encoder, fingerprint=fingerprint, telemetry=config.telemetry, redis=redis
+    )
     engine_options = EngineOptions(
-        config=config.lm_engine, fingerprint=fingerprint, max_item_slots=slots, max_item_patches=patches
+        config=config.lm_engine,
+        fingerprint=fingerprint,
+        telemetry=config.telemetry,
+        max_item_slots=slots,
+        max_item_patches=patches,
     )
     others: dict[str, Application] = {}
     engine_class = _deployment(
         ColocatedLMEngine if config.encoder_placement == "colocated" else LMEngine,
         name="LMEngine",
-        request_router_config=SESSION_ROUTER,
+        request_router_config=ENGINE_ROUTER,
     )
     if config.encoder_placement == "colocated":
         engine = engine_class.bind(engine_options, encoder_options, preprocessor)
     else:
-        others["VisionEncoder"] = _deployment(VisionEncoder).bind(encoder_options, preprocessor)
+        encoder_class = _deployment(VisionEncoder, request_router_config=ENCODER_ROUTER)
+        others["VisionEncoder"] = encoder_class.bind(encoder_options, preprocessor)
         engine = engine_class.bind(engine_options, others["VisionEncoder"])
     ingress = _deployment(serve.ingress()(Ingress), name="Ingress")
     return ingress.bind(_ingress_options(config, card), preprocessor, engine, others)
@@ -91,6 +107,13 @@ def _deployment(cls: type, name: str | None = None, **options: Any) -> Any:
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         **options,
     )
+
+
+def _check_telemetry(config: AppConfig) -> None:
+    try:
+        check_tracing(config.telemetry)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_worst_case(config: AppConfig, slots: int, patches: int) -> None:
@@ -153,4 +176,5 @@ def _ingress_options(config: AppConfig, card: ModelCard) -> IngressOptions:
         admission=server.admission,
         api_keys_file=server.api_keys_file,
         status_page=server.status_page,
+        telemetry=config.telemetry,
     )

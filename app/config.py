@@ -21,6 +21,7 @@ from app.limits import EdgeLimits
 from cache_service.redis_config import RedisTierConfig
 from deployments.lm_engine.config import EngineConfig
 from deployments.preprocessor.config import PreprocessorConfig
+from deployments.telemetry_config import TelemetryConfig
 from deployments.vision_encoder.config import EncoderConfig
 
 Placement = Literal["deployment", "colocated"]
@@ -81,6 +82,7 @@ SECTIONS: dict[str, type] = {
     "vision_encoder": EncoderConfig,
     "lm_engine": EngineConfig,
     "cache": CacheConfig,
+    "telemetry": TelemetryConfig,
 }
 
 
@@ -117,6 +119,7 @@ class AppConfig:
     vision_encoder: EncoderConfig
     lm_engine: EngineConfig
     cache: CacheConfig
+    telemetry: TelemetryConfig
 
     @classmethod
     def parse(cls, args: Mapping[str, Any]) -> AppConfig:

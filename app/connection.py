@@ -40,7 +40,7 @@ class ClientConnection:
         finally:
             if not task.done():
                 task.cancel()
-                await asyncio.wait({task})
+                await _ended(task)
         if not task.cancelled() and task.exception() is None:
             return task.result()
         raise RequestAbortedError("The client closed the connection.")
@@ -48,3 +48,16 @@ class ClientConnection:
     async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+
+async def _ended(task: asyncio.Future[Any]) -> None:
+    """Return once the task has ended. Who is cancelled while waiting is so only then: the task's clean-up uses things
+    that the caller is about to close."""
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

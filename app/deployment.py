@@ -23,6 +23,8 @@ from app.settings import ApiSettings
 from cache_service.tenant_file import load_tenants
 from deployments.handles import EngineHandle, PreprocessorHandle
 from deployments.metrics import ReplicaMetrics, Sample
+from deployments.telemetry import ReplicaTelemetry
+from deployments.telemetry_config import TelemetryConfig
 
 logger = logging.getLogger("sightline")
 
@@ -35,6 +37,7 @@ class IngressOptions:
     admission: AdmissionConfig
     api_keys_file: str | None
     status_page: bool
+    telemetry: TelemetryConfig
 
 
 class Ingress:
@@ -48,14 +51,17 @@ class Ingress:
         others: Mapping[str, DeploymentHandle],
     ) -> None:
         context = serve.get_replica_context()
+        self._telemetry = ReplicaTelemetry(options.telemetry, self._samples)
         tenants = load_tenants(options.api_keys_file, os.environ)
         if tenants.is_open:
             logger.warning("no API keys are configured: the server is open to everyone who can reach it")
         self._admission = Admission(options.admission)
-        self._metrics = ReplicaMetrics(context.deployment, context.replica_id.unique_id, self._samples)
         own = serve.get_deployment_handle(context.deployment, context.app_name)
-        replicas = Replicas({context.deployment: own, "Preprocessor": preprocessor, "LMEngine": engine, **others})
         settings = options.settings
+        replicas = Replicas(
+            {context.deployment: own, "Preprocessor": preprocessor, "LMEngine": engine, **others},
+            settings.model if options.telemetry.vllm_metric_names else None,
+        )
         pipeline = Pipeline(
             PreprocessorHandle(preprocessor),
             EngineHandle(engine),
@@ -66,11 +72,13 @@ class Ingress:
         hooks = ServerHooks(
             check_ready=replicas.check_ready,
             metrics_text=replicas.metrics_text,
-            metrics_targets=_no_targets,
+            metrics_targets=replicas.metrics_targets,
             reset_prefix_cache=replicas.reset_prefix_cache,
         )
-        observer = PrometheusObserver(self._metrics, frozenset(tenant.name for tenant in tenants.tenants))
-        self._app = create_app(pipeline, settings, Authenticator(tenants), hooks, observer)
+        observer = PrometheusObserver(self._telemetry.metrics, frozenset(tenant.name for tenant in tenants.tenants))
+        self._app = create_app(
+            pipeline, settings, Authenticator(tenants), hooks, observer, tracer=self._telemetry.tracer
+        )
         if options.status_page:
             from app.status_page import status_router
 
@@ -83,7 +91,10 @@ class Ingress:
         """Answering is being ready."""
 
     async def metrics(self) -> list[Metric]:
-        return self._metrics.collect()
+        return await self._telemetry.collect()
+
+    async def metrics_target(self) -> dict[str, Any] | None:
+        return await self._telemetry.target()
 
     def _samples(self) -> list[Sample]:
         stats = self._admission.stats
@@ -149,8 +160,3 @@ class PrometheusObserver:
         counts = (usage.prompt_tokens, usage.cached_tokens, usage.image_tokens, usage.completion_tokens)
         for kind, count in zip(("prompt", "cached", "image", "generated"), counts, strict=True):
             self._tenant_tokens.labels(name, kind).inc(count)
-
-
-async def _no_targets() -> list[Mapping[str, Any]]:
-    """Replicas export through the ingress; there is nothing to scrape directly."""
-    return []

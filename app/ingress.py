@@ -43,6 +43,7 @@ from app.tool_calls import HermesToolParser
 from cache_service.tenants import Tenant
 from deployments.errors import InvalidRequestError, NotFoundError, PermissionDeniedError
 from deployments.messages import DeltaBatch, SequenceDelta
+from deployments.tracing import Tracer
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -73,13 +74,14 @@ def create_app(
     hooks: ServerHooks,
     observer: RequestObserver | None = None,
     unix_time: Callable[[], float] = time.time,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """The whole HTTP API as one ASGI application."""
     app = FastAPI(title="Sightline", version=settings.version, docs_url=None, redoc_url=None)
     api = _Api(pipeline, settings, authenticator, hooks, unix_time)
     _add_routes(app, api, settings)
     app.add_exception_handler(HTTPException, _http_exception)
-    app.add_middleware(EdgeMiddleware, limits=settings.limits, observer=observer or NullObserver())
+    app.add_middleware(EdgeMiddleware, limits=settings.limits, observer=observer or NullObserver(), tracer=tracer)
     if settings.cors_allow_origins:
         # Outermost, so that error answers carry its headers too.
         app.add_middleware(

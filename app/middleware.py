@@ -1,10 +1,11 @@
-"""The outermost layer of the API, plain ASGI: request ids, header limits, error answers, access log.
+"""The outermost layer of the API, plain ASGI: request ids, header limits, error answers, access log, the first span.
 
 Every exception of a request ends here, and is turned into an answer in one place.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import uuid
@@ -17,6 +18,7 @@ from app.exchange import Send
 from app.limits import EdgeLimits
 from app.observer import RequestObserver, RequestTrace
 from deployments.errors import InternalError, RequestAbortedError
+from deployments.tracing import W3C_FIELDS, NoTracer, Span, Tracer, request_context
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +30,18 @@ _FIXED_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"cache-control", b"no-store"),
 ]
+_W3C_HEADERS = frozenset(name.encode() for name in W3C_FIELDS)
 _QUIET = frozenset(("/health", "/ready", "/metrics", "/metrics/targets"))
 
 
 class EdgeMiddleware:
     """Puts a RequestTrace into the scope under TRACE_KEY."""
 
-    def __init__(self, app: AsgiApp, limits: EdgeLimits, observer: RequestObserver) -> None:
+    def __init__(
+        self, app: AsgiApp, limits: EdgeLimits, observer: RequestObserver, tracer: Tracer | None = None
+    ) -> None:
         self._app, self._limits, self._observer = app, limits, observer
+        self._tracer, self._no_tracer = tracer or NoTracer(), NoTracer()
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,16 +49,25 @@ class EdgeMiddleware:
             return
         trace = RequestTrace(self._observer, _request_id(scope))
         scope[TRACE_KEY] = trace
-        answer = _Answer(send, trace)
-        try:
-            self._check_head(scope)
-            await self._app(scope, receive, answer.send)
-        except Exception as error:
-            await self._fail(error, trace, answer)
-        finally:
-            trace.end()
-            if scope["path"] not in _QUIET:
-                log_finished(trace, scope["method"])
+        is_quiet = scope["path"] in _QUIET
+        tracer = self._no_tracer if is_quiet else self._tracer
+        with tracer.span("request", request_context(trace.request_id, _w3c_headers(scope)), "server") as span:
+            trace.context = span.context
+            answer = _Answer(send, trace)
+            try:
+                self._check_head(scope)
+                await self._app(scope, receive, answer.send)
+            except asyncio.CancelledError:
+                # By the server around us, which does so once the client has left.
+                note_error(RequestAbortedError("The request was cancelled."), trace)
+                raise
+            except Exception as error:
+                await self._fail(error, trace, answer)
+            finally:
+                trace.end()
+                if not is_quiet:
+                    log_finished(trace, scope["method"])
+                    _note_end(span, trace)
 
     def _check_head(self, scope: Any) -> None:
         limits = self._limits
@@ -85,6 +100,25 @@ def note_error(error: BaseException, trace: RequestTrace) -> None:
     if isinstance(ours, InternalError):
         fields = {"fields": {"request_id": trace.request_id}}
         logger.error("request failed: %s", ours.message, exc_info=error, extra=fields)
+
+
+def _note_end(span: Span, trace: RequestTrace) -> None:
+    span.name(trace.endpoint)
+    span.note(
+        {
+            "http.route": trace.endpoint,
+            "http.response.status_code": trace.status,
+            "gen_ai.usage.input_tokens": trace.usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": trace.usage.completion_tokens,
+            **{f"sightline.{stage}_s": seconds for stage, seconds in trace.stage_seconds.items()},
+        }
+    )
+    if trace.status >= 500:
+        span.fail(trace.error_code or str(trace.status))
+
+
+def _w3c_headers(scope: Any) -> dict[str, str]:
+    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _W3C_HEADERS}
 
 
 class _Answer:

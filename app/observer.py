@@ -78,6 +78,8 @@ class RequestTrace:
     endpoint: str = "other"
     """A route of ours, or `other`: bounded, so that it may label metrics."""
     tenant: str = ""
+    context: Mapping[str, str] = field(default_factory=dict)
+    """Travels with the request through the stages; see deployments/tracing.py."""
     clock: Callable[[], float] = time.perf_counter
     arrived_s: float = 0.0
     status: int = 0
@@ -103,7 +105,7 @@ class RequestTrace:
 
     def fork(self) -> RequestTrace:
         """A trace for one of several generations of this request; nobody is told about it before `join`."""
-        part = RequestTrace(NullObserver(), self.request_id, self.endpoint, self.tenant, self.clock)
+        part = RequestTrace(NullObserver(), self.request_id, self.endpoint, self.tenant, self.context, self.clock)
         part.arrived_s = self.arrived_s
         return part
 

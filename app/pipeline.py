@@ -121,7 +121,7 @@ class Pipeline:
                     if prepared is None:
                         prepared = await self._prepare(call, trace, deadline, self._max_model_len - 1)
                         sampling = self._fit(call, len(prepared.token_ids))
-                    request = self._request(call, engine_id, prepared, sampling, deadline)
+                    request = self._request(call, engine_id, prepared, sampling, deadline, trace)
                     trace.enter_engine()
                     async with aclosing(self._run(request, deadline)) as batches:
                         async for batch in batches:
@@ -161,6 +161,7 @@ class Pipeline:
             deadline_s=deadline.unix_s,
             max_prompt_tokens=max_prompt_tokens,
             max_item_bytes=call.tenant.limits.max_image_bytes,
+            trace_context=trace.context,
         )
         began_s = trace.clock()
         prepared = await deadline.bound(self._preprocessor.prepare(request))
@@ -198,7 +199,13 @@ class Pipeline:
         return sampling
 
     def _request(
-        self, call: Call, engine_id: str, prepared: PreparedPrompt, sampling: SamplingParams, deadline: _Deadline
+        self,
+        call: Call,
+        engine_id: str,
+        prepared: PreparedPrompt,
+        sampling: SamplingParams,
+        deadline: _Deadline,
+        trace: RequestTrace,
     ) -> GenerateRequest:
         return GenerateRequest(
             request_id=engine_id,
@@ -209,6 +216,7 @@ class Pipeline:
             cache_salt=call.cache_salt,
             priority=call.priority,
             deadline_s=deadline.unix_s,
+            trace_context=trace.context,
         )
 
     async def _run(self, request: GenerateRequest, deadline: _Deadline) -> AsyncGenerator[DeltaBatch, None]:

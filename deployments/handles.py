@@ -3,7 +3,7 @@
 Transport is a choice per handle. Calls that carry refs take Ray's default transport: a ref serialised into a gRPC
 handle's arguments is pinned for ever. Token streams carry no refs and go over gRPC (`_by_reference=False`), which moves
 several times as many items per second. Both must reach the replica that holds the request, so submit, stream and abort
-of one request share a session id, which the engine's router hashes to one replica.
+of one request name it in their session id, and the router (request_router.py) sends them where the first one went.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import ray
@@ -42,6 +42,7 @@ from deployments.messages import (
     PrepareRequest,
     Ref,
 )
+from deployments.routing import item_key, prompt_key, session_id
 
 RETRY_AFTER_S = 1.0
 
@@ -180,28 +181,43 @@ class PreprocessorHandle:
 
 
 class EncoderHandle:
-    """ports.VisionEncoder over a Serve handle."""
+    """ports.VisionEncoder over a Serve handle: each item goes to the replica that its identity names.
+
+    The pictures of one request are so spread over replicas, and each replica has its own pictures in memory.
+    """
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
     async def encode(self, request: EncodeRequest) -> tuple[EncodedItem, ...]:
+        calls = (self._encode(replace(request, items=(item,))) for item in request.items)
+        # All come to an end before an error is raised: what was computed is cached for whoever asks again.
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return tuple(item for result in results if isinstance(result, tuple) for item in result)
+
+    async def _encode(self, request: EncodeRequest) -> tuple[EncodedItem, ...]:
+        """One item."""
+        (item,) = request.items
         with translated("vision_encoder.encode"):
-            return await self._handle.encode.remote(request)
+            return await self._handle.options(session_id=session_id(item_key(item))).encode.remote(request)
 
 
 class EngineHandle:
-    """ports.LMEngine over a Serve handle whose router keeps a session on one replica."""
+    """ports.LMEngine over a Serve handle whose router keeps a request on one replica."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
     async def submit(self, request: GenerateRequest) -> None:
         with translated("lm_engine.submit"):
-            await self._handle.options(session_id=request.request_id).submit.remote(request)
+            session = session_id(prompt_key(request), request.request_id)
+            await self._handle.options(session_id=session).submit.remote(request)
 
     async def stream(self, request_id: str) -> AsyncIterator[DeltaBatch]:
-        handle = self._handle.options(session_id=request_id, stream=True, _by_reference=False)
+        handle = self._handle.options(session_id=session_id("", request_id), stream=True, _by_reference=False)
         finished = False
         deltas = cast("DeploymentResponseGenerator[DeltaBatch]", handle.stream.remote(request_id))
         try:
@@ -219,4 +235,5 @@ class EngineHandle:
 
     async def abort(self, request_id: str) -> None:
         with translated("lm_engine.abort"):
-            await self._handle.options(session_id=request_id, _by_reference=False).abort.remote(request_id)
+            handle = self._handle.options(session_id=session_id("", request_id), _by_reference=False)
+            await handle.abort.remote(request_id)

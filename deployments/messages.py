@@ -81,6 +81,8 @@ class PrepareRequest:
     """Caller's own division of its namespace; enters every cache key as the namespace does."""
     max_item_bytes: int | None = None
     """Tenant's own limit on the encoded size of one picture or video, below the server's."""
+    trace_context: Mapping[str, str] = field(default_factory=dict)
+    """The request's id and W3C trace context, for logs and spans; see tracing.py."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,6 +183,8 @@ class GenerateRequest:
     priority: int = 0
     """Lower runs earlier (vLLM's meaning)."""
     deadline_s: float | None = None
+    trace_context: Mapping[str, str] = field(default_factory=dict)
+    """The request's id and W3C trace context, for logs and spans; see tracing.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +197,8 @@ class EncodeRequest:
     deadline_s: float | None = None
     refresh: bool = False
     """A ref that was handed out for these items could not be read: don't hand out the same one again."""
+    trace_context: Mapping[str, str] = field(default_factory=dict)
+    """The request's id and W3C trace context, for logs and spans; see tracing.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

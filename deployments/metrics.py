@@ -87,11 +87,20 @@ FAMILIES: tuple[Family, ...] = (
     # Preprocessor.
     Family("media_total", "counter", ("modality", "outcome"), "Items prepared, by outcome."),
     Family("media_failures_total", "counter", ("code",), "Requests refused for a picture or video, by error code."),
+    Family("media_fetches_total", "counter", ("outcome",), "Fetches of media URLs that ended, by outcome."),
+    Family("media_fetches_in_flight", "gauge", (), "Fetches under way, those waiting for a place included."),
+    Family("media_fetch_redirects_total", "counter", (), "Redirects followed."),
+    Family("media_fetch_bytes_total", "counter", (), "Bytes of bodies read, those of failed fetches included."),
+    Family("decode_jobs_total", "counter", (), "Jobs of decode workers: headers read, items decoded or remade."),
+    Family("decode_worker_losses_total", "counter", ("cause",), "Decode processes that crashed or hung in a job."),
     Family("uuid_bindings_total", "counter", ("result",), "Uses of a media uuid: new, same, rebound, refused."),
     # Tenants: configured names only; whoever else calls is `other`.
     Family("tenant_requests_total", "counter", ("tenant", "status"), "Finished requests by tenant and HTTP status."),
     Family("tenant_tokens_total", "counter", ("tenant", "kind"), "Tokens: prompt, cached (of them), image, generated."),
     # Every replica.
+    Family(
+        "metrics_age_seconds", "gauge", (), "Age of the replica's series on this page; above 0: it does not answer."
+    ),
     Family("replica_start_time_seconds", "gauge", (), "Unix time since when the replica exports; one series each."),
 )
 
@@ -200,6 +209,20 @@ class _Page:
 
     def collect(self) -> Iterable[Metric]:
         return self._merged.values()
+
+
+def replica_of(metrics: Iterable[Metric]) -> str:
+    """The replica whose metrics these are."""
+    start = PREFIX + "replica_start_time_seconds"
+    return next(metric.samples[0].labels["replica"] for metric in metrics if metric.name == start)
+
+
+def page_age(deployment: str, replica: str, seconds: float) -> Metric:
+    """The gauge that says how old a replica's series on the ingress's page are."""
+    family = _family("metrics_age_seconds", "gauge")
+    metric = GaugeMetricFamily(PREFIX + family.name, family.meaning, labels=("deployment", "replica"))
+    metric.add_metric((deployment, replica), seconds)
+    return metric
 
 
 def _family(name: str, kind: str) -> Family:

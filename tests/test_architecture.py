@@ -22,15 +22,27 @@ ROOT_FILES = {"app/builder.py", "app/serve.py", "app/__init__.py"}
 APP_EDGE = {"app/deployment.py", "app/replicas.py"}
 CONFIG_FILES = {"app/config.py"}  # composes the stages' option classes, nothing else of theirs
 EDGE_FILES = {
+    "deployments/telemetry.py",
+    "deployments/vllm_names.py",
     "deployments/replica_log.py",
     "deployments/handles.py",
     "deployments/metrics.py",
     "deployments/colocated.py",
+    "deployments/request_router.py",
 }
-CONTRACTS = {"deployments.errors", "deployments.messages", "deployments.ports", "deployments.checkpoint"}
+CONTRACTS = {
+    "deployments.errors",
+    "deployments.messages",
+    "deployments.ports",
+    "deployments.checkpoint",
+    "deployments.work_meter",
+}
 STAGES = ("preprocessor", "vision_encoder", "lm_engine")
 # Host-side engine files decide on integers; a tensor there would make a decision depend on a device.
 TORCH_FREE = {
+    "deployments/autoscaling.py",
+    "deployments/routing.py",
+    "deployments/work_meter.py",
     "deployments/vision_encoder/packing.py",
     *(
         f"deployments/lm_engine/{name}.py"
@@ -40,6 +52,7 @@ TORCH_FREE = {
             "config",
             "embed_cache",
             "kv_manager",
+            "load",
             "plan",
             "prefix_cache",
             "queue",

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from deployments.lm_engine.engine_stats import EngineStats
 from deployments.lm_engine.grammar import Grammar, GrammarCompiler
 from deployments.lm_engine.plan import EncodeStart
 from deployments.lm_engine.request_stream import RequestStream
+from deployments.lm_engine.stats import SchedulerStats
 from deployments.messages import DeltaBatch, GenerateRequest, SequenceDelta
 from deployments.ports import ObjectStore, VisionEncoder
 
@@ -76,7 +77,13 @@ class AsyncEngine:
         self._grammars = grammars
         self._grammar_timeout_s, self._stall_s, self._open_timeout_s = grammar_timeout_s, stall_s, open_timeout_s
         self._encode_client = EncodeClient(
-            encoder, store, self, width=embed_width, max_tries=max_encode_tries, timeout_s=encode_timeout_s
+            encoder,
+            store,
+            self,
+            width=embed_width,
+            max_tries=max_encode_tries,
+            timeout_s=encode_timeout_s,
+            trace_context=self.trace_context,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, RequestStream] = {}
@@ -121,7 +128,7 @@ class AsyncEngine:
         request_id = request.request_id
         if request_id in self._streams:
             raise InvalidRequestError("a request with this id is running already", param="request_id")
-        self._streams[request_id] = RequestStream(request.sampling.n)
+        self._streams[request_id] = RequestStream(request.sampling.n, request.trace_context)
         try:
             self._engine.validate(request)
             grammars = await self._compile(request)
@@ -159,9 +166,18 @@ class AsyncEngine:
         """Totals, and the observations since the last call."""
         return await self._call(self._engine.stats)
 
+    async def scheduler_stats(self) -> SchedulerStats:
+        """The scheduler's part of `stats`; reading it takes nothing away."""
+        return await self._call(self._engine.scheduler_stats)
+
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         return await self._call(self._engine.reset_prefix_cache)
+
+    def trace_context(self, request_id: str) -> Mapping[str, str]:
+        """As submitted, while the request is known here; else empty."""
+        stream = self._streams.get(request_id)
+        return {} if stream is None else stream.trace_context
 
     @property
     def num_streams(self) -> int:

@@ -12,14 +12,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from deployments.lm_engine.device_copy import to_device
 from deployments.lm_engine.kv_tensors import KVTensors
 from deployments.lm_engine.plan import SequenceChunk
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotation of each token's queries and keys, [T, head_dim] each; left and right halves are alike."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norms of each head before the rotation; weights [head_dim]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
 
 
 class AttentionBatch(Protocol):
@@ -46,8 +65,30 @@ class AttentionBatch(Protocol):
             [T, num_heads, head_dim].
         """
 
+    def attend_qkv(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        *,
+        num_heads: int,
+        norms: HeadNorms | None,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """Norm and rotate, then store and attend.
+
+        Args:
+            qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys, values. May be overwritten.
+
+        Returns:
+            [T, num_heads, head_dim].
+        """
+
 
 class AttentionBackend(Protocol):
+    name: str
+
     def prepare(self, chunks: Sequence[SequenceChunk]) -> AttentionBatch:
         """Index tensors of a step, on the device. Valid until the next call."""
 
@@ -59,6 +100,8 @@ class SdpaBackend:
     Gathering reads whole blocks, so blocks first written in a step are zeroed before: what a former owner left in
     their tail (NaN at worst) can then never meet a zero weight.
     """
+
+    name = "sdpa"
 
     def __init__(self, kv: KVTensors) -> None:
         self._kv = kv
@@ -98,7 +141,7 @@ class SdpaBackend:
         return _Decode(*(self._to_device(np.asarray(array, np.int64)) for array in (rows, lengths, padded)))
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return to_device(array, self._device)
 
     def gather(self, layer: int, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of whole blocks, [blocks * block_size, num_kv_heads, head_dim] each.
@@ -152,6 +195,25 @@ class SdpaBatch:
                 keys, values = self._backend.gather(layer, prefill.table)
             out[rows] = prefill.attend(query[rows], keys, values, scale, sliding_window)
         return out
+
+    def attend_qkv(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        *,
+        num_heads: int,
+        norms: HeadNorms | None,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        heads = qkv.view(qkv.shape[0], -1, rotary.cos.shape[1])
+        num_kv_heads = (heads.shape[1] - num_heads) // 2
+        query, key, value = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        if norms is not None:
+            query, key = rms_norm(query, norms.query, norms.eps), rms_norm(key, norms.key, norms.eps)
+        query, key = rotate(query, rotary), rotate(key, rotary)
+        return self.attend(layer, query, key, value, scale=scale, sliding_window=sliding_window)
 
 
 class _Decode:
@@ -221,3 +283,16 @@ class _Prefill:
                 mask &= keys > queries - window
             self._masks[window] = mask
         return self._masks[window]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm over the last dimension, in float32, rounded to the input's precision before the weight."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rotate(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Rotated [T, heads, head_dim]: each half's values pair with the other half's."""
+    left, right = heads.chunk(2, dim=-1)
+    turned = torch.cat((-right, left), dim=-1)
+    return heads * rotary.cos[:, None] + turned * rotary.sin[:, None]

@@ -11,14 +11,15 @@ import torch
 
 from cache_service.identity import EncoderFingerprint
 from deployments.lm_engine.async_engine import AsyncEngine
-from deployments.lm_engine.attention import SdpaBackend
+from deployments.lm_engine.attention import AttentionBackend
 from deployments.lm_engine.config import EngineConfig, ModelLimits, SchedulerConfig
 from deployments.lm_engine.embed_store import EmbedStore
 from deployments.lm_engine.engine import Encodes, Engine
 from deployments.lm_engine.grammar import GrammarCompiler
+from deployments.lm_engine.kernel_choice import MakeBackend, choose_attention, choose_row_ops
 from deployments.lm_engine.kv_tensors import KVTensors
 from deployments.lm_engine.model import LanguageModel, load_language_model
-from deployments.lm_engine.model_runner import ModelRunner
+from deployments.lm_engine.model_runner import DecodeReplay, ModelRunner
 from deployments.lm_engine.plan import SequenceChunk, StepPlan
 from deployments.lm_engine.sampler import Sampler
 from deployments.lm_engine.scheduler import Scheduler
@@ -53,18 +54,21 @@ def build_engine(
     """
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    model = load_language_model(folder, dtype=dtype, device=device, load_format=config.load_format)
+    model = load_model(config, folder, dtype, device)
     layout = model.kv_layout(config.block_size)
+    make_backend = choose_attention(config.attention_backend, layout, model.num_heads, device)
     max_model_len = config.max_model_len or model.max_position_embeddings
     limits = ModelLimits(
         max_model_len=model.max_position_embeddings,
-        num_blocks=config.num_kv_blocks(layout.bytes_per_block, _free_bytes(config, model, device)),
+        num_blocks=config.num_kv_blocks(layout.bytes_per_block, _free_bytes(config, model, make_backend, device)),
         # A larger item than the context holds is refused by its length.
         max_item_slots=min(max_item_slots, max_model_len),
         max_item_patches=max_item_patches,
     )
     resolved = config.resolve(limits)
     kv = KVTensors(layout, limits.num_blocks, device)
+    backend = make_backend(kv)
+    decodes = capture_decodes(config, model, backend, resolved.max_model_len)
     logger.info(
         "LM engine: %s on %s, %d KV blocks of %d tokens (%.1f GiB), %d embedding slots",
         dtype, device, limits.num_blocks, config.block_size, kv.num_bytes / 2**30, resolved.encoder_cache_slots,
@@ -72,7 +76,7 @@ def build_engine(
     tokenizer = load_tokenizer(folder)
     eos = eos_token_ids(folder, tokenizer)
     return AsyncEngine(
-        _engine_maker(config, resolved, model, kv, TokenDecoder(tokenizer), fingerprint, eos),
+        _engine_maker(config, resolved, model, backend, decodes, TokenDecoder(tokenizer), fingerprint, eos),
         encoder,
         store,
         embed_width=model.embed_width,
@@ -92,11 +96,46 @@ def pick_dtype(option: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[option]
 
 
+def load_model(config: EngineConfig, folder: Path, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+    """The model, with fused layers where the options, the device and the architecture allow them."""
+    model = load_language_model(folder, dtype=dtype, device=device, load_format=config.load_format)
+    ops = choose_row_ops(model.hidden_size, dtype, device) if config.fuse_layers else None
+    if ops is not None:
+        logger.info("LM layers: %s", "fused" if model.fuse(ops) else "the library's own, for this architecture")
+    return model
+
+
+def capture_decodes(
+    config: EngineConfig, model: LanguageModel, backend: AttentionBackend, max_model_len: int
+) -> DecodeReplay | None:
+    """Decode graphs; None where the device or the attention backend has none, or recording them fails."""
+    if config.enforce_eager or model.device.type != "cuda" or backend.name != "triton":
+        return None
+    from deployments.lm_engine.decode_graphs import DecodeGraphs
+    from deployments.lm_engine.triton_attention import TritonBackend
+
+    assert isinstance(backend, TritonBackend)
+    graphs = DecodeGraphs(
+        model,
+        backend,
+        config.graph_sizes,
+        block_size=config.block_size,
+        max_blocks=-(-max_model_len // config.block_size),
+    )
+    try:
+        graphs.prepare()
+    except Exception as exc:  # a library's forward pass that waits for the device cannot be recorded
+        logger.warning("LM decode: eager, since recording graphs failed: %s: %s", type(exc).__name__, exc)
+        return None
+    return graphs
+
+
 def _engine_maker(
     config: EngineConfig,
     resolved: SchedulerConfig,
     model: LanguageModel,
-    kv: KVTensors,
+    backend: AttentionBackend,
+    decodes: DecodeReplay | None,
     decoder: TokenDecoder,
     fingerprint: EncoderFingerprint,
     eos: tuple[int, ...],
@@ -104,7 +143,7 @@ def _engine_maker(
     def make(encodes: Encodes) -> Engine:
         return Engine(
             make_scheduler=lambda: Scheduler(resolved),
-            runner=ModelRunner(model, SdpaBackend(kv), EmbedStore()),
+            runner=ModelRunner(model, backend, EmbedStore(), decodes),
             sampler=Sampler(seed=config.seed, device=model.device),
             encodes=encodes,
             decoder=decoder,
@@ -116,17 +155,21 @@ def _engine_maker(
     return make
 
 
-def _free_bytes(config: EngineConfig, model: LanguageModel, device: torch.device) -> int:
+def _free_bytes(config: EngineConfig, model: LanguageModel, make_backend: MakeBackend, device: torch.device) -> int:
     """Bytes the KV pool may take beside weights and the largest step."""
     if device.type != "cuda":
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(CPU_KV_BYTES, available // 4)
-    _, total = torch.cuda.mem_get_info(device)
-    peak = _peak_step_bytes(config, model, device)
-    return int(total * config.gpu_memory_utilization) - peak
+    peak = _peak_step_bytes(config, model, make_backend, device)
+    free, total = torch.cuda.mem_get_info(device)
+    # What others hold on this device can't be had, whatever the option says.
+    obtainable = free + torch.cuda.memory_reserved(device)
+    return min(int(total * config.gpu_memory_utilization), obtainable) - peak
 
 
-def _peak_step_bytes(config: EngineConfig, model: LanguageModel, device: torch.device) -> int:
+def _peak_step_bytes(
+    config: EngineConfig, model: LanguageModel, make_backend: MakeBackend, device: torch.device
+) -> int:
     """Device memory in use at the height of the largest step, weights included: measured by running one."""
     num_tokens = min(config.max_num_batched_tokens, config.max_model_len or model.max_position_embeddings)
     num_blocks = -(-num_tokens // config.block_size)
@@ -136,9 +179,11 @@ def _peak_step_bytes(config: EngineConfig, model: LanguageModel, device: torch.d
         range(num_blocks), True,
     )  # fmt: skip
     torch.cuda.reset_peak_memory_stats(device)
-    ModelRunner(model, SdpaBackend(kv), EmbedStore()).run(StepPlan(chunks=(chunk,)))
+    ModelRunner(model, make_backend(kv), EmbedStore()).run(StepPlan(chunks=(chunk,)))
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - kv.num_bytes
+    # A step samples for up to max_num_seqs sequences, in the model's precision, as float32 and in the sampler's copy.
+    logits_bytes = config.max_num_seqs * model.vocab_size * (4 + 4 + model.dtype.itemsize)
+    peak = torch.cuda.max_memory_allocated(device) - kv.num_bytes + logits_bytes
     del kv
     torch.cuda.empty_cache()
     return peak

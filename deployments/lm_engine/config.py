@@ -9,7 +9,7 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 SchedulingPolicy = Literal["fcfs", "priority"]
-AttentionBackend = Literal["auto", "sdpa", "triton", "varlen"]
+AttentionBackend = Literal["auto", "sdpa", "triton"]
 
 WATERMARK_FRACTION = 0.01
 """Share of the KV blocks kept free for the growth of running sequences when another one is admitted."""
@@ -139,7 +139,13 @@ class EngineConfig:
     request_timeout_s: float = 600.0
     """Deadline of requests that bring none; 0 means none."""
     attention_backend: AttentionBackend = "auto"
-    """`sdpa` runs anywhere, `triton` and `varlen` on NVIDIA GPUs."""
+    """`sdpa` runs anywhere, `triton` on GPUs; `auto` takes triton where it agrees with sdpa at start."""
+    fuse_layers: bool = True
+    """Stack q, k, v and gate, up weights and fuse what runs between them, on GPUs and for known architectures."""
+    enforce_eager: bool = False
+    """Never replay decode steps from CUDA graphs."""
+    cudagraph_capture_sizes: tuple[int, ...] = ()
+    """Batch sizes of decode graphs; a step takes the next larger one. Empty picks a ladder up to `max_num_seqs`."""
     seed: int = 0
     """Seed of dummy weights and of requests that bring none."""
 
@@ -156,12 +162,25 @@ class EngineConfig:
         for name in ("priority_aging_s", "max_queued_requests", "max_queue_s", "request_timeout_s"):
             _at_least(getattr(self, name), 0, name)
         _at_least(self.max_prefill_tokens_while_decoding, 0, "max_prefill_tokens_while_decoding")
+        for size in self.cudagraph_capture_sizes:
+            _at_least(size, 1, "cudagraph_capture_sizes")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1; it is {self.gpu_memory_utilization}"
             )
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ValueError(f"scheduling_policy must be 'fcfs' or 'priority'; it is {self.scheduling_policy!r}")
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Batch sizes of decode graphs, ascending: steps of an eighth to a quarter, so that little is padding."""
+        sizes = self.cudagraph_capture_sizes or (
+            *(1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128),
+            *range(160, 257, 32),
+            *range(320, 513, 64),
+            *range(640, self.max_num_seqs + 128, 128),
+        )
+        return tuple(sorted({min(size, self.max_num_seqs) for size in sizes}))
 
     def num_kv_blocks(self, block_bytes: int, free_bytes: int) -> int:
         """KV blocks of the pool: the override, else `kv_cache_bytes`, else what fits `free_bytes`.

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client.metrics_core import Metric
-from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cache_service.identity import EncoderFingerprint
+from deployments import autoscaling
 from deployments.checkpoint import resolve_model
 from deployments.errors import NotReadyError
 from deployments.handles import EncoderHandle, RayObjectStore
 from deployments.lm_engine.build import build_engine
 from deployments.lm_engine.config import EngineConfig
 from deployments.lm_engine.engine_stats import EngineStats
+from deployments.lm_engine.load import EngineLoadMeter
 from deployments.lm_engine.stats import Budget, Outcome
 from deployments.messages import DeltaBatch, GenerateRequest
 from deployments.metrics import ReplicaMetrics, Sample
 from deployments.ports import ObjectStore, VisionEncoder
-from deployments.replica_log import quiet_callers_faults
+from deployments.telemetry import ReplicaTelemetry, StageRecord
+from deployments.telemetry_config import TelemetryConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     config: EngineConfig
     fingerprint: EncoderFingerprint
+    telemetry: TelemetryConfig
     max_item_slots: int
     max_item_patches: int
 
@@ -43,11 +47,10 @@ class LMEngine:
     def _setup(self, options: EngineOptions, encoder: VisionEncoder, store: ObjectStore) -> None:
         config = options.config
         folder: Path = resolve_model(config.model, config.revision, config_only=config.load_format == "dummy")
-        quiet_callers_faults()
-        context = serve.get_replica_context()
-        self._metrics = ReplicaMetrics(context.deployment, context.replica_id.unique_id, self._samples)
         self._stats: EngineStats | None = None
-        self._observations = EngineObservations(self._metrics)
+        self._telemetry = ReplicaTelemetry(options.telemetry, self._samples, self._read_stats)
+        self._observations = EngineObservations(self._telemetry.metrics)
+        self._load = EngineLoadMeter(config.max_num_seqs)
         self._engine = build_engine(
             config,
             folder,
@@ -64,9 +67,12 @@ class LMEngine:
 
     async def stream(self, request_id: str) -> AsyncIterator[DeltaBatch]:
         # Closed here, not whenever the collector finds it: a cancelled stream must free its blocks at once.
-        async with aclosing(self._engine.stream(request_id)) as batches:
-            async for batch in batches:
-                yield batch
+        context = self._engine.trace_context(request_id)
+        with self._telemetry.stage("lm_engine.generate", context) as record:
+            async with aclosing(self._engine.stream(request_id)) as batches:
+                async for batch in batches:
+                    _note_end(record, batch)
+                    yield batch
 
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)
@@ -81,18 +87,48 @@ class LMEngine:
         """Serve replaces the replica if this raises."""
         self._engine.check_health()
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve for the autoscaling policy; empty once the engine has ended."""
+        try:
+            stats = await self._engine.scheduler_stats()
+        except NotReadyError:
+            return {}
+        load = self._load.read(stats, time.monotonic())
+        values = {
+            autoscaling.WAITING_TOKENS: float(load.waiting_tokens),
+            autoscaling.KV_USE: load.kv_use,
+            autoscaling.SEAT_USE: load.seat_use,
+        }
+        if load.prompt_tokens_per_s:
+            values[autoscaling.PROMPT_TOKENS_PER_S] = load.prompt_tokens_per_s
+        return values
+
     async def metrics(self) -> list[Metric]:
+        return await self._telemetry.collect()
+
+    async def metrics_target(self) -> dict[str, Any] | None:
+        return await self._telemetry.target()
+
+    async def _read_stats(self) -> None:
         try:
             self._stats = await self._engine.stats()
         except NotReadyError:
-            # The engine's thread has ended: the last totals stand until Serve has replaced the replica.
-            return self._metrics.collect()
+            return  # The engine's thread has ended: the last totals stand until Serve has replaced the replica.
         self._observations.add(self._stats)
-        return self._metrics.collect()
 
     def _samples(self) -> Iterator[Sample]:
         if self._stats is not None:
             yield from engine_samples(self._stats)
+
+
+def _note_end(record: StageRecord, batch: DeltaBatch) -> None:
+    for delta in batch:
+        if delta.stats is not None:
+            record.stage_seconds = delta.stats.stage_seconds
+            record.fields["prompt_tokens"] = delta.stats.prompt_tokens
+            record.fields["cached_tokens"] = delta.stats.cached_tokens
+            made = int(record.fields.get("completion_tokens", 0))
+            record.fields["completion_tokens"] = made + delta.stats.completion_tokens
 
 
 class EngineObservations:

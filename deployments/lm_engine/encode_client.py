@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +59,7 @@ class EncodeClient:
     width: Columns an embedding must have.
     max_tries: Calls for one item before its error stands.
     timeout_s: After which a call counts as lost.
+    trace_context: A request's, by its id.
     clock: Unix time in seconds.
     """
 
@@ -71,10 +72,12 @@ class EncodeClient:
         width: int,
         max_tries: int = 3,
         timeout_s: float = 120.0,
+        trace_context: Callable[[str], Mapping[str, str]] = lambda _: {},
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._encoder, self._store, self._listener = encoder, store, listener
         self._width, self._max_tries, self._timeout_s, self._clock = width, max_tries, timeout_s, clock
+        self._trace_context = trace_context
         self._in_flight: dict[EmbeddingIdentity, tuple[int, asyncio.Task[None]]] = {}
         """Ticket and task of each item asked for."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -120,6 +123,7 @@ class EncodeClient:
             namespace=batch.namespace,
             deadline_s=batch.deadline_s,
             refresh=refresh,
+            trace_context=self._trace_context(batch.request_id),
         )
         fault: SightlineError | None = None
         results: list[Embeddings | SightlineError] = []

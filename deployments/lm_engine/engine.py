@@ -26,6 +26,7 @@ from deployments.lm_engine.plan import EncodeStart, SampledToken, StepPlan
 from deployments.lm_engine.request import Sequence, SequenceItem
 from deployments.lm_engine.sampler import Sample, Sampler, SamplingState
 from deployments.lm_engine.scheduler import FinishDecision, Scheduler
+from deployments.lm_engine.stats import SchedulerStats
 from deployments.lm_engine.stop_checker import TokenStop
 from deployments.lm_engine.tokenizer import TokenDecoder
 from deployments.messages import FinishReason, GenerateRequest, SequenceDelta
@@ -242,6 +243,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """Totals, and the observations since the last call."""
         return self._counters.take(self._scheduler.stats(), self._runner.embed_bytes)
+
+    def scheduler_stats(self) -> SchedulerStats:
+        """The scheduler's part of `stats`; reading it takes nothing away."""
+        return self._scheduler.stats()
 
     def count_encode_retry(self) -> None:
         self._counters.encode_retries += 1

@@ -18,6 +18,7 @@ from deployments.checkpoint import CheckpointError
 from deployments.lm_engine.attention import AttentionBatch
 from deployments.lm_engine.families.positions import PositionRule
 from deployments.lm_engine.families.registry import family_of
+from deployments.lm_engine.fused_layers import RowOps, can_fuse, fuse_layers
 from deployments.lm_engine.kv_tensors import KVLayout
 from deployments.lm_engine.weights import dummy_weights, load_weights, meta_buffers
 
@@ -88,6 +89,17 @@ class LanguageModel(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.lm_head.weight.dtype
+
+    @property
+    def num_heads(self) -> int:
+        return self._text_config.num_attention_heads
+
+    def fuse(self, ops: RowOps) -> bool:
+        """Put fused layers in the place of the library's; False, and nothing done, for an architecture without them."""
+        if not can_fuse(self.model):
+            return False
+        fuse_layers(self.model, ops)
+        return True
 
     def kv_layout(self, block_size: int) -> KVLayout:
         text = self._text_config

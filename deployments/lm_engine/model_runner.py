@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,9 +11,20 @@ import torch
 from cache_service.identity import EmbeddingIdentity
 from deployments.errors import InternalError
 from deployments.lm_engine.attention import AttentionBackend
+from deployments.lm_engine.device_copy import to_device
 from deployments.lm_engine.embed_store import EmbedStore
 from deployments.lm_engine.model import LanguageModel
 from deployments.lm_engine.plan import SequenceChunk, StepPlan
+
+
+class DecodeReplay(Protocol):
+    """Runs steps of single tokens faster than the eager pass; see decode_graphs.DecodeGraphs."""
+
+    def fits(self, chunks: Sequence[SequenceChunk]) -> bool:
+        """Whether `run` can take these chunks."""
+
+    def run(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+        """float32 logits [sampling chunks, vocab_size], valid until the next call."""
 
 
 class ModelRunner:
@@ -21,10 +33,17 @@ class ModelRunner:
     Args:
         backend: Attention over the KV pools that the plans' block ids index.
         embeds: Where item embeddings lie; the runner drops what a plan evicts before anything new is put.
+        decodes: Takes the steps that fit it; None runs all eagerly.
     """
 
-    def __init__(self, model: LanguageModel, backend: AttentionBackend, embeds: EmbedStore) -> None:
-        self._model, self._backend, self._embeds = model, backend, embeds
+    def __init__(
+        self,
+        model: LanguageModel,
+        backend: AttentionBackend,
+        embeds: EmbedStore,
+        decodes: DecodeReplay | None = None,
+    ) -> None:
+        self._model, self._backend, self._embeds, self._decodes = model, backend, embeds, decodes
 
     @property
     def embed_width(self) -> int:
@@ -54,6 +73,10 @@ class ModelRunner:
 
     def put_embedding(self, identity: EmbeddingIdentity, embeddings: torch.Tensor) -> None:
         """Make rows [num_slots, embed_width] resident, in the model's precision."""
+        if embeddings.is_cuda:
+            # An encoder in this process allocated them on its own stream and reuses the memory as soon as it is freed;
+            # work queued here may still read it then.
+            embeddings.record_stream(torch.cuda.current_stream(embeddings.device))
         self._embeds.put(identity, embeddings.to(self._model.device, self._model.dtype))
 
     @torch.inference_mode()
@@ -61,7 +84,7 @@ class ModelRunner:
         """Advance all chunks.
 
         Returns:
-            float32 logits [sampling chunks, vocab_size], in the plan's order.
+            float32 logits [sampling chunks, vocab_size], in the plan's order; valid until the next call.
 
         Raises:
             InternalError: The plan uses an embedding that is not resident.
@@ -69,13 +92,17 @@ class ModelRunner:
         self._embeds.drop(plan.evicted_embeds)
         if not plan.chunks:
             return torch.empty(0, self._model.vocab_size)
+        if self._decodes is not None and self._decodes.fits(plan.chunks):
+            return self._decodes.run(plan.chunks)
         token_ids = np.concatenate([np.asarray(chunk.token_ids, np.int64) for chunk in plan.chunks])
         positions = np.concatenate([chunk.positions for chunk in plan.chunks], axis=1).astype(np.int64)
+        # All copies go first: one that had to wait for the pass would hold up the host.
+        sampling_rows = self._to_device(_sampling_rows(plan.chunks))
         hidden = self._model.embed_tokens(self._to_device(token_ids))
         visual_rows, deepstack = self._splice(hidden, plan.chunks)
         batch = self._backend.prepare(plan.chunks)
         hidden = self._model(hidden, self._to_device(positions), batch, visual_rows, deepstack)
-        return self._model.logits(hidden[self._to_device(_sampling_rows(plan.chunks))]).float()
+        return self._model.logits(hidden[sampling_rows]).float()
 
     def _splice(
         self, hidden: torch.Tensor, chunks: Iterable[SequenceChunk]
@@ -108,7 +135,7 @@ class ModelRunner:
         return rows
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._model.device, non_blocking=True)
+        return to_device(array, self._model.device)
 
 
 def _sampling_rows(chunks: Iterable[SequenceChunk]) -> np.ndarray:

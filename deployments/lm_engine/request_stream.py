@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from deployments.messages import SequenceDelta
 
@@ -14,9 +14,11 @@ class RequestStream:
 
     Args:
         num_choices: How many sequences must end before the stream does.
+        trace_context: Travels with what is asked of others for this request.
     """
 
-    def __init__(self, num_choices: int) -> None:
+    def __init__(self, num_choices: int, trace_context: Mapping[str, str] | None = None) -> None:
+        self.trace_context = trace_context or {}
         self._unfinished = set(range(num_choices))
         self._pending: dict[int, list[SequenceDelta]] = {}
         self._arrived = asyncio.Event()

@@ -16,9 +16,11 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from deployments.errors import InternalError, SightlineError
+from deployments.lm_engine.device_copy import to_device
 from deployments.lm_engine.grammar import Grammar, apply_masks, new_masks
 from deployments.lm_engine.penalties import Edit, PenaltyRow, TokenCounts, apply_edits, apply_penalties
 from deployments.messages import SamplingParams
@@ -135,29 +137,28 @@ class Sampler:
         apply_penalties(processed, [p for row, state in enumerate(states) if (p := state.penalty(row)) is not None])
         errors = _mask_by_grammar(processed, states)
         best, tokens = processed.max(dim=-1)
-        finite = best.isfinite().tolist()
-        for row, usable in enumerate(finite):
-            if not usable and row not in errors:
-                errors[row] = InternalError("no token has a finite logit")
         random_rows = [
             row
             for row, state in enumerate(states)
             if row not in errors and state.params.temperature > GREEDY_TEMPERATURE
         ]
         if random_rows:
-            tokens[random_rows] = self._draw(processed[random_rows], [states[row] for row in random_rows])
+            index = _copied(random_rows, np.int64, logits)
+            tokens[index] = self._draw(processed[index], [states[row] for row in random_rows])
         logprobs = _raw_logprobs(logits, tokens, [state.params.logprobs for state in states])
-        return [
-            errors[row] if row in errors else Sample(token, logprobs[row]) for row, token in enumerate(tokens.tolist())
-        ]
+        # The step's one wait for the device. A row without a usable logit was drawn from as well, for nothing.
+        found, usable = torch.stack((tokens, best.isfinite().long())).tolist()
+        for row, is_usable in enumerate(usable):
+            if not is_usable and row not in errors:
+                errors[row] = InternalError("no token has a finite logit")
+        return [errors[row] if row in errors else Sample(token, logprobs[row]) for row, token in enumerate(found)]
 
     def _draw(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
         """One token a row, int64 [rows]; `logits` is overwritten."""
         params = [state.params for state in states]
-        temperatures = torch.tensor([p.temperature for p in params], device=logits.device)
-        logits.div_(temperatures[:, None])
+        logits.div_(_copied([p.temperature for p in params], np.float32, logits)[:, None])
         if any(p.min_p > 0 for p in params):
-            keep_likely(logits, torch.tensor([p.min_p for p in params], device=logits.device))
+            keep_likely(logits, _copied([p.min_p for p in params], np.float32, logits))
         keep_top(logits, [p.top_k for p in params], [p.top_p for p in params])
         noise = torch.empty_like(logits)
         if any(state.generator is None for state in states):
@@ -186,13 +187,18 @@ def keep_top(logits: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float])
         return
     values, ids = logits.topk(widest) if widest < vocab_size else logits.sort(dim=-1, descending=True)
     ranks = torch.arange(widest, device=logits.device)
-    values.masked_fill_(ranks >= torch.tensor(limits, device=logits.device)[:, None], _NEGATIVE_INFINITY)
+    values.masked_fill_(ranks >= _copied(limits, np.int64, logits)[:, None], _NEGATIVE_INFINITY)
     probabilities = values.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     # At p = 1 rounding in the sum must not cut the tail off; the first token is always kept.
-    reach = torch.tensor([p if p < 1 else 2.0 for p in top_p], device=logits.device)
+    reach = _copied([p if p < 1 else 2.0 for p in top_p], np.float32, logits)
     values.masked_fill_((before >= reach[:, None]) & (ranks > 0), _NEGATIVE_INFINITY)
     logits.fill_(_NEGATIVE_INFINITY).scatter_(1, ids, values)
+
+
+def _copied(values: Sequence[float], dtype: type[np.generic], like: torch.Tensor) -> torch.Tensor:
+    """Values on the device of `like`, without waiting for what runs there."""
+    return to_device(np.asarray(values, dtype), like.device)
 
 
 def _mask_by_grammar(logits: torch.Tensor, states: Sequence[SamplingState]) -> dict[int, SightlineError]:

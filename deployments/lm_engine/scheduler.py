@@ -266,6 +266,9 @@ class Scheduler:
         return SchedulerStats(
             running=len(self._running),
             waiting=len(self._sequences) - len(self._running),
+            waiting_tokens=sum(
+                _tokens_to_compute(s) for s in self._sequences.values() if s.sequence_id in self._waiting
+            ),
             blocks_total=pool.num_blocks,
             blocks_used=pool.num_used,
             blocks_cached=pool.num_keys,
@@ -583,3 +586,7 @@ class Scheduler:
 
 def _rank(sequence: Sequence) -> Rank:
     return sequence.rank
+
+
+def _tokens_to_compute(sequence: Sequence) -> int:
+    return max(0, sequence.num_tokens - max(sequence.num_computed_tokens, sequence.expected_cached_tokens or 0))

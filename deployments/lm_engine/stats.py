@@ -44,6 +44,9 @@ class SchedulerStats:
     """Sequences running now, those that wait for an embedding included."""
     waiting: int = 0
     """Sequences waiting now: queued, preempted, or for the first choice of their request."""
+    waiting_tokens: int = 0
+    """Tokens that waiting sequences must have computed before their next output, as far as no cache is known to
+    hold them."""
     blocks_total: int = 0
     blocks_used: int = 0
     """KV blocks in use now."""

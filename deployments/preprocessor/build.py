@@ -11,6 +11,7 @@ from deployments.preprocessor.families.registry import load_family
 from deployments.preprocessor.fetch import MediaFetcher, Resolver, resolve
 from deployments.preprocessor.isolation import ProcessWorkers
 from deployments.preprocessor.local_media import LocalMedia
+from deployments.preprocessor.metered_workers import MeteredWorkers
 from deployments.preprocessor.preprocess import PreprocessorCore, max_item_slots
 from deployments.preprocessor.processor import MediaProcessor
 from deployments.preprocessor.prompt import PromptBuilder
@@ -18,6 +19,7 @@ from deployments.preprocessor.shared_index import SharedIndex
 from deployments.preprocessor.sources import MediaSources
 from deployments.preprocessor.url_guard import FetchRules
 from deployments.preprocessor.workers import DecodeWorkers, ThreadWorkers
+from deployments.work_meter import WorkMeter
 
 
 def build_preprocessor(
@@ -26,9 +28,12 @@ def build_preprocessor(
     store: ObjectStore,
     *,
     index: SharedIndex | None = None,
+    meter: WorkMeter | None = None,
     resolver: Resolver = resolve,
 ) -> PreprocessorCore:
     """A ready core for the model in `folder`. Call it inside the event loop that will use it.
+
+    `meter` counts the pixels that are decoded.
 
     Raises:
         CheckpointError: The folder's family, tokenizer or template cannot be used.
@@ -36,12 +41,13 @@ def build_preprocessor(
     family = load_family(folder)
     processor = MediaProcessor(config, family)
     rules = fetch_rules(config.fetch)
+    workers = _workers(config, processor, family)
     return PreprocessorCore(
         config,
         family=family,
         prompts=PromptBuilder.from_folder(folder, family),
         processor=processor,
-        workers=_workers(config, processor, family),
+        workers=workers if meter is None else MeteredWorkers(workers, meter),
         sources=MediaSources(
             rules,
             MediaFetcher(config.fetch, rules, resolver=resolver),

@@ -91,6 +91,8 @@ class PinnedBackend(httpcore.AsyncNetworkBackend):
 @dataclass(slots=True)
 class FetchStats:
     fetches: int = 0
+    fetched: int = 0
+    """Fetches that brought a body."""
     redirects: int = 0
     bytes_read: int = 0
     """Bytes of bodies as they came over the wire, those of failed fetches included."""
@@ -154,7 +156,9 @@ class MediaFetcher:
         self.stats.in_flight += 1
         try:
             async with asyncio.timeout(self._config.total_timeout_s):
-                return await self._follow(url, max_bytes)
+                body = await self._follow(url, max_bytes)
+            self.stats.fetched += 1
+            return body
         except (TimeoutError, httpcore.TimeoutException):
             self.stats.timeouts += 1
             raise MediaFetchError(

@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -42,7 +42,7 @@ from deployments.preprocessor.decode_process import (
 from deployments.preprocessor.families.base import Family
 from deployments.preprocessor.media import EncodedMedia, Inspection, MediaOptions, ProcessedMedia
 from deployments.preprocessor.processor import MediaProcessor
-from deployments.preprocessor.workers import one_torch_thread
+from deployments.preprocessor.workers import DecodeStats, one_torch_thread
 
 _PRELOAD = [
     "torch.nn.functional",
@@ -58,15 +58,6 @@ _MAIN_LOCK = threading.Lock()
 _START_TIMEOUT_S = 60.0
 _DEATH_TIMEOUT_S = 1.0
 _TRIES = 2
-
-
-@dataclass(slots=True)
-class IsolationStats:
-    jobs: int = 0
-    crashes: int = 0
-    """Processes that died in a job, whatever ended them."""
-    hangs: int = 0
-    """Processes that were killed since they gave no answer in time."""
 
 
 class WorkerLostError(InternalError):
@@ -104,7 +95,7 @@ class ProcessWorkers:
         for worker in self._workers:
             self._idle.put_nowait(worker)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="decode-pipe")
-        self.stats = IsolationStats()
+        self.stats = DecodeStats()
 
     @classmethod
     def for_model(cls, config: PreprocessorConfig, family: Family) -> ProcessWorkers:

@@ -18,6 +18,8 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import numpy as np
+
 from cache_service.identity import (
     ContentDigest,
     EncodedDigest,
@@ -42,7 +44,8 @@ from deployments.errors import (
 from deployments.messages import MediaInput, MediaItem, Modality, PreparedPrompt, PrepareRequest, Ref
 from deployments.ports import ObjectStore
 from deployments.preprocessor.config import PreprocessorConfig
-from deployments.preprocessor.families.base import Family, Layout
+from deployments.preprocessor.families.base import Family, Layout, Span
+from deployments.preprocessor.fetch import FetchStats
 from deployments.preprocessor.gather import gather_distinct
 from deployments.preprocessor.media import EncodedMedia, Inspection, MediaOptions, ProcessedMedia
 from deployments.preprocessor.mm_options import apply_detail, parse_media_options, server_pixel_limits
@@ -51,7 +54,7 @@ from deployments.preprocessor.prompt import PromptBuilder
 from deployments.preprocessor.resize import max_resized_cells
 from deployments.preprocessor.shared_index import KnownMedia, NamedMedia, SharedIndex, decoder_versions
 from deployments.preprocessor.sources import MediaSources, has_payload, unknown_uuid
-from deployments.preprocessor.workers import DecodeWorkers
+from deployments.preprocessor.workers import DecodeStats, DecodeWorkers
 
 T = TypeVar("T")
 
@@ -92,7 +95,8 @@ class _Made:
     inspection: Inspection
     layout: Layout
     source: Ref | None
-    patches: Ref | None
+    patches: tuple[Ref, ...]
+    """By span, if it was decoded; else empty."""
     uuid_key: bytes | None = None
     """Without a source: the shared record that vouches for the item."""
 
@@ -132,6 +136,8 @@ class PreprocessorStats:
     """Look-ups in the shared index by (kind of record, result); empty without one."""
     shared_bytes: Mapping[str, int]
     """Bytes of shared records by `read` and `write`."""
+    fetch: FetchStats
+    decode: DecodeStats
 
 
 class PreprocessorCore:
@@ -178,7 +184,7 @@ class PreprocessorCore:
         self._max_slots = max_item_slots(config, family)
         self._aliases: ByteLRU[tuple[str, EncodedDigest], KnownMedia] = ByteLRU(config.alias_cache_bytes)
         self._refused = NegativeCache()
-        self._flights: SingleFlight[tuple[ProcessedMedia, Ref]] = SingleFlight(is_final=_is_verdict)
+        self._flights: SingleFlight[tuple[ProcessedMedia, tuple[Ref, ...]]] = SingleFlight(is_final=_is_verdict)
         self._requests = self._decodes = self._remakes = 0
         self._items_loaded: Counter[Modality] = Counter()
 
@@ -193,16 +199,19 @@ class PreprocessorCore:
             token_ids = await self._tokenize(request, tally)
             loaded = await self._load_all(request, options, tally)
             slots = [media.layout.num_slots for media in loaded]
-            self._check_length(request, len(token_ids) + sum(slots) - len(slots), sum(slots))
+            planned = self._prompts.expand(token_ids, [self._spans(media.layout, media.inspection) for media in loaded])
+            self._check_length(request, len(planned.token_ids), sum(slots))
             made = await self._make_all(request, loaded, tally)
         for media, source, result in zip(request.media, loaded, made, strict=True):
             await self._remember_name(media, request.namespace, source, result)
-        expanded = self._prompts.expand(token_ids, [result.layout.num_slots for result in made])
+        spans = [self._spans(result.layout, result.inspection) for result in made]
+        expanded = self._prompts.expand(token_ids, spans)
         return PreparedPrompt(
             token_ids=expanded.token_ids,
             items=tuple(
-                self._item(media, request.namespace, result, offset)
-                for media, result, offset in zip(request.media, made, expanded.offsets, strict=True)
+                item
+                for media, result, offsets in zip(request.media, made, expanded.offsets, strict=True)
+                for item in self._items(media, request.namespace, result, offsets)
             ),
             stage_seconds=dict(tally.seconds),
             cache_results=dict(tally.lookups),
@@ -249,6 +258,8 @@ class PreprocessorCore:
                 for (kind, result), count in (self._index.lookups() if self._index else {}).items()
             },
             shared_bytes=self._index.transferred_bytes() if self._index else {},
+            fetch=replace(self._sources.fetch_stats()),
+            decode=replace(self._workers.stats),
         )
 
     # -- admission: nothing here costs more than reading the request --------------------------------------------------
@@ -380,10 +391,10 @@ class PreprocessorCore:
         """Decodes only what was never seen before, and that only once at a time."""
         if loaded.data is None:
             assert loaded.content is not None
-            return _Made(loaded.content, loaded.inspection, loaded.layout, None, None, loaded.key)
+            return _Made(loaded.content, loaded.inspection, loaded.layout, None, (), loaded.key)
         if loaded.content is not None:
             source = await asyncio.to_thread(self._store.put, loaded.data)
-            return _Made(loaded.content, loaded.inspection, loaded.layout, source, None)
+            return _Made(loaded.content, loaded.inspection, loaded.layout, source, ())
         key = (namespace, loaded.key, loaded.options)
         data = loaded.data
         flight = await self._flights.run(key, lambda: self._process(modality, data, loaded, namespace))
@@ -398,7 +409,7 @@ class PreprocessorCore:
 
     async def _process(
         self, modality: Modality, data: EncodedMedia, loaded: _Loaded, namespace: str
-    ) -> tuple[ProcessedMedia, Ref]:
+    ) -> tuple[ProcessedMedia, tuple[Ref, ...]]:
         self._decodes += 1
         key = EncodedDigest(loaded.key)
         result = await self._judge(
@@ -406,7 +417,8 @@ class PreprocessorCore:
         )
         if result.layout.num_slots > loaded.layout.num_slots:
             raise InternalError(f"{result.layout.num_slots} slots came of {loaded.layout.num_slots} planned ones")
-        patches = await asyncio.to_thread(self._store.put, result.patches)
+        parts = np.split(result.patches, len(self._spans(result.layout, result.inspection)))
+        patches = tuple([await asyncio.to_thread(self._store.put, part) for part in parts])
         known = KnownMedia(result.content, result.inspection)
         self._add_alias(namespace, key, known)
         if self._index is not None:
@@ -425,7 +437,27 @@ class PreprocessorCore:
             raise
 
     # -- result -------------------------------------------------------------------------------------------------------
-    def _item(self, media: MediaInput, namespace: str, made: _Made, offset: int) -> MediaItem:
+    def _spans(self, layout: Layout, inspection: Inspection) -> tuple[Span, ...]:
+        return self._family.spans(layout, inspection.frame_seconds)
+
+    def _items(self, media: MediaInput, namespace: str, made: _Made, offsets: Sequence[int]) -> Iterator[MediaItem]:
+        """One item, or one for each temporal step where the family sets them apart."""
+        steps, (_, height, width) = len(offsets), made.layout.grid
+        depth = self._family.geometry.temporal_patch_size
+        for step, offset in enumerate(offsets):
+            layout, inspection = made.layout, made.inspection
+            if steps > 1:
+                layout = replace(layout, grid=(1, height, width), num_slots=layout.num_slots // steps)
+                frames = slice(step * depth, (step + 1) * depth)
+                inspection = replace(
+                    inspection,
+                    frame_indices=inspection.frame_indices[frames],
+                    frame_seconds=inspection.frame_seconds[frames],
+                )
+            patches = made.patches[step] if made.patches else None
+            yield self._item(media, namespace, replace(made, layout=layout, inspection=inspection), offset, patches)
+
+    def _item(self, media: MediaInput, namespace: str, made: _Made, offset: int, patches: Ref | None) -> MediaItem:
         layout, inspection = made.layout, made.inspection
         processing: dict[str, object] = {
             "resized_height": layout.resized_height,
@@ -441,7 +473,7 @@ class PreprocessorCore:
             num_slots=layout.num_slots,
             num_patches=layout.num_patches,
             param=media.param,
-            patches=made.patches,
+            patches=patches,
             source=made.source,
             uuid_key=made.uuid_key,
             processing=processing,

@@ -1,7 +1,7 @@
 """Prompt -> token ids with one placeholder per item, then with one placeholder per slot.
 
 ChatPrompt ──template──▶ text ──tokenizer──▶ ids with one placeholder id per item      (before media are known)
-ids + slots per item ──expand──▶ final ids and one span per item                       (once sizes are known)
+ids + spans per item ──expand──▶ final ids and where each span begins                  (once sizes are known)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from deployments.checkpoint import CheckpointError
 from deployments.errors import ContextLengthError, InvalidRequestError
 from deployments.messages import ChatPrompt, Modality, TextPrompt
 from deployments.preprocessor.chat_template import ChatTemplate, load_chat_template
-from deployments.preprocessor.families.base import Family
+from deployments.preprocessor.families.base import Family, Span
 from deployments.preprocessor.tokenizer import AliasedTokenizer
 
 _MODALITIES: tuple[Modality, ...] = ("image", "video")
@@ -24,8 +24,8 @@ _MODALITIES: tuple[Modality, ...] = ("image", "video")
 @dataclass(frozen=True, slots=True)
 class ExpandedPrompt:
     token_ids: tuple[int, ...]
-    offsets: tuple[int, ...]
-    """First position of each item's span, in prompt order."""
+    offsets: tuple[tuple[int, ...], ...]
+    """First position of each span, by the item of the request, in prompt order."""
 
 
 class PromptBuilder:
@@ -135,19 +135,27 @@ class PromptBuilder:
                 )
         return token_ids
 
-    def expand(self, token_ids: Sequence[int], num_slots: Sequence[int]) -> ExpandedPrompt:
-        """Repeat the n-th placeholder `num_slots[n]` times."""
+    def expand(self, token_ids: Sequence[int], items: Sequence[Sequence[Span]]) -> ExpandedPrompt:
+        """Put the spans of the n-th item in the place of the n-th placeholder."""
         expanded: list[int] = []
-        offsets: list[int] = []
+        offsets: list[tuple[int, ...]] = []
         for token_id in token_ids:
-            if token_id in self._placeholders:
-                slots = num_slots[len(offsets)]
-                offsets.append(len(expanded))
-                expanded += [token_id] * slots
-            else:
+            if token_id not in self._placeholders:
                 expanded.append(token_id)
-        assert len(offsets) == len(num_slots), "as many placeholders as items"
+                continue
+            starts = []
+            for span in items[len(offsets)]:
+                expanded += self._encode_fixed(span.before)
+                starts.append(len(expanded))
+                expanded += [token_id] * span.num_slots
+                expanded += self._encode_fixed(span.after)
+            offsets.append(tuple(starts))
+        assert len(offsets) == len(items), "as many placeholders as items"
         return ExpandedPrompt(tuple(expanded), tuple(offsets))
+
+    def _encode_fixed(self, text: str) -> list[int]:
+        """Text of the family's own; encoding it apart is right where special tokens stand around it."""
+        return self._tokenizer.encode(self._tokenizer.alias(text)) if text else []
 
 
 def _append_text(message: Mapping[str, Any], mark: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from cache_service.uuid_table import UuidTable, UuidTableStats
 from deployments.errors import MediaError
 from deployments.messages import MediaInput
 from deployments.preprocessor.data_uri import decode_data_uri, is_data_uri, parse_data_uri
+from deployments.preprocessor.fetch import FetchStats
 from deployments.preprocessor.gather import gather_distinct
 from deployments.preprocessor.local_media import LocalMedia, is_file_url
 from deployments.preprocessor.media import EncodedMedia
@@ -20,6 +21,8 @@ _MAX_UUID_CHARS = 256
 
 
 class Fetcher(Protocol):
+    stats: FetchStats
+
     async def fetch(self, url: FetchUrl, max_bytes: int) -> bytes:
         """The body behind a URL. Raises MediaError and its kin."""
 
@@ -104,6 +107,9 @@ class MediaSources:
 
     def uuid_stats(self) -> UuidTableStats:
         return self._uuids.stats
+
+    def fetch_stats(self) -> FetchStats:
+        return self._fetcher.stats
 
     def cache_stats(self) -> LRUStats:
         return self._media.stats()

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -17,8 +18,19 @@ from deployments.preprocessor.processor import MediaProcessor
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
+class DecodeStats:
+    jobs: int = 0
+    crashes: int = 0
+    """Processes that died in a job, whatever ended them."""
+    hangs: int = 0
+    """Processes that were killed since they gave no answer in time."""
+
+
 class DecodeWorkers(Protocol):
     """MediaProcessor's methods, awaited. Cancelling a call drops it if it has not begun."""
+
+    stats: DecodeStats
 
     async def inspect(self, modality: Modality, data: EncodedMedia, options: MediaOptions) -> Inspection: ...
 
@@ -37,6 +49,7 @@ class ThreadWorkers:
 
     def __init__(self, processor: MediaProcessor, num_threads: int = 0) -> None:
         self._processor = processor
+        self.stats = DecodeStats()
         self._executor = ThreadPoolExecutor(
             num_threads or os.cpu_count() or 1, thread_name_prefix="decode", initializer=one_torch_thread
         )
@@ -56,6 +69,7 @@ class ThreadWorkers:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, method: Callable[..., T], *args: Any) -> T:
+        self.stats.jobs += 1
         return await asyncio.get_running_loop().run_in_executor(self._executor, method, *args)
 
 

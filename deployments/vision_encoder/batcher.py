@@ -2,8 +2,9 @@
 
     submit ──▶ queue (first come, first served) ──round──▶ encode thread ──deliver──▶ each caller's future
 
-An idle encoder waits a moment for company; behind a running round nobody waits longer than the round. What a round may
-hold is decided by `round_size`, a pure function; how its items are packed into passes is the core's business.
+An idle encoder starts at once, or after `max_wait_s`; behind a running round nobody waits longer than the round. What
+a round may hold is decided by `round_size`, a pure function; how its items are packed into passes is the core's
+business.
 """
 
 from __future__ import annotations

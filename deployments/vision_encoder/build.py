@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from deployments.vision_encoder.adapters.factory import build_adapter, read_norm
 from deployments.vision_encoder.adapters.tower import Normalisation
 from deployments.vision_encoder.calibrate import calibrate_memory, measure_eager, measure_seconds
 from deployments.vision_encoder.config import EncoderConfig
+from deployments.vision_encoder.data_parallel import DataParallelCore
 from deployments.vision_encoder.encoder import EncoderCore, PathRunner
 from deployments.vision_encoder.graphs import GraphManager, Measure
 from deployments.vision_encoder.kernel_choice import choose_attention, choose_ops
@@ -29,8 +31,13 @@ from deployments.vision_encoder.weights import DummyWeights, WeightSource, check
 logger = logging.getLogger(__name__)
 
 
-def load_core(config: EncoderConfig, *, keep_on_device: bool = False, stats: EncoderStats | None = None) -> EncoderCore:
-    """Core of the model that `config.model` names, warmed up.
+def load_core(
+    config: EncoderConfig, *, keep_on_device: bool = False, stats: EncoderStats | None = None
+) -> EncoderCore | DataParallelCore:
+    """Core of the model that `config.model` names, warmed up; over several devices if `data_parallel_size` says so.
+
+    Args:
+        stats: Counters of the core; with several devices each core has its own (see `DataParallelCore.part_stats`).
 
     Raises:
         CheckpointError: The folder cannot be used.
@@ -40,16 +47,29 @@ def load_core(config: EncoderConfig, *, keep_on_device: bool = False, stats: Enc
 
     folder = resolve_model(config.model, config.revision, config_only=config.load_format == "dummy")
     model_config = read_json(folder, "config.json")
-    device = pick_device(config)
-    source: WeightSource = DummyWeights(device) if config.load_format == "dummy" else checkpoint_weights(folder)
-    return build_core(
-        config,
-        model_config,
-        source,
-        normalisation=read_normalisation(folder, model_config),
-        keep_on_device=keep_on_device,
-        stats=stats,
-    )
+    normalisation = read_normalisation(folder, model_config)
+    stored = None if config.load_format == "dummy" else checkpoint_weights(folder)
+
+    def build(device: torch.device, stats: EncoderStats | None) -> EncoderCore:
+        return build_core(
+            config,
+            model_config,
+            stored or DummyWeights(device),
+            normalisation=normalisation,
+            keep_on_device=keep_on_device,
+            stats=stats,
+            device=device,
+        )
+
+    devices = pick_devices(config)
+    if len(devices) == 1:
+        return build(devices[0], stats)
+    if keep_on_device:
+        raise ValueError(
+            f"data_parallel_size is {config.data_parallel_size}; an encoder inside an engine's replica takes 1, since"
+            " its embeddings stay on the engine's device"
+        )
+    return DataParallelCore([build(device, None) for device in devices], num_threads=config.num_threads)
 
 
 def build_core(
@@ -61,14 +81,30 @@ def build_core(
     keep_on_device: bool = False,
     stats: EncoderStats | None = None,
     measure: Measure | None = None,
+    device: torch.device | None = None,
 ) -> EncoderCore:
-    """`load_core` without a folder: weights from any source, such as random ones.
+    """One device's core without a folder: weights from any source, such as random ones.
 
     Args:
         measure: Times a call; the device's clock if None.
+        device: The one that the options name if None.
     """
-    stats = stats or EncoderStats()
-    device = pick_device(config)
+    device = device or pick_devices(config)[0]
+    # Streams, graphs and kernels go to the thread's current device.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return _build_core(config, model_config, source, device, normalisation, keep_on_device, stats, measure)
+
+
+def _build_core(
+    config: EncoderConfig,
+    model_config: Mapping[str, Any],
+    source: WeightSource,
+    device: torch.device,
+    normalisation: Mapping[str, Normalisation] | None,
+    keep_on_device: bool,
+    stats: EncoderStats | None,
+    measure: Measure | None,
+) -> EncoderCore:
     dtype = pick_dtype(config, model_config, device)
     shape = shape_of(model_config)
     attention, window_attention = choose_attention(config.mm_encoder_attn_backend, shape, dtype, device)
@@ -128,7 +164,7 @@ def _runners(
     if not (config.cudagraph_mm_encoder and adapter.capturable) if on_cuda else not config.static_buffers_on_cpu:
         return [PathRunner(path.name) for path in adapter.paths]
     pool = torch.cuda.graph_pool_handle() if on_cuda else None
-    reserved = torch.cuda.memory_reserved(adapter.device) if on_cuda else 0
+    reserved = _reserved_bytes(adapter.device)
     runners = []
     for path in adapter.paths:
         capacities = path_capacities(config, adapter, path, limit)
@@ -141,9 +177,17 @@ def _runners(
         runners.append(PathRunner(path.name, eager_cost, graphs))
         stats.graph_bytes += graphs.input_bytes
     if on_cuda:
-        stats.graph_bytes = torch.cuda.memory_reserved(adapter.device) - reserved
+        stats.graph_bytes = _reserved_bytes(adapter.device) - reserved
     logger.info("encoder budgets: %.0f MiB for %s", stats.graph_bytes / 2**20, [runner.name for runner in runners])
     return runners
+
+
+def _reserved_bytes(device: torch.device) -> int:
+    """Device memory held by torch, without what eager passes left in its cache; 0 on CPU."""
+    if device.type == "cpu":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
 
 
 def path_capacities(config: EncoderConfig, adapter: VisionAdapter, path: PathSpec, limit: Capacity) -> list[Capacity]:
@@ -178,12 +222,26 @@ def _progress(config: EncoderConfig, path: str) -> Callable[[Iterable[Capacity]]
     return lambda budgets: tqdm(budgets, desc=f"capturing encoder graphs ({path})", unit="budget")
 
 
-def pick_device(config: EncoderConfig) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
+def pick_devices(config: EncoderConfig) -> list[torch.device]:
+    """One device per data parallel rank.
+
+    Raises:
+        ValueError: No CUDA device is visible though `device` asks for one, or fewer than `data_parallel_size`.
+    """
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device == "cuda" and not visible:
         raise ValueError("device is 'cuda', but no CUDA device is visible; allowed here: auto, cpu")
-    if config.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    wanted = config.data_parallel_size
+    if config.device == "cpu" or not visible:
+        return [torch.device("cpu")] * wanted
+    if wanted > visible:
+        raise ValueError(
+            f"data_parallel_size is {wanted}, but {visible} CUDA device(s) are visible to this replica; ask for"
+            f" num_gpus: {wanted} in its ray_actor_options"
+        )
+    if wanted == 1:
+        return [torch.device("cuda", torch.cuda.current_device())]
+    return [torch.device("cuda", index) for index in range(wanted)]
 
 
 def pick_dtype(config: EncoderConfig, model_config: Mapping[str, Any], device: torch.device) -> torch.dtype:

@@ -42,6 +42,10 @@ class EncoderConfig:
     num_threads: int = 0
     """CPU threads of the forward pass; 0 leaves torch's default."""
 
+    data_parallel_size: int = 1
+    """Devices of this replica that share the items of a round, each with its own weights and graphs; give the replica
+    as many GPUs. On CPU: encoders side by side."""
+
     max_batch_patches: int = 65_536
     """Input patches in one forward pass; also the most that one item may have."""
     max_batch_slots: int = 16_384
@@ -50,8 +54,9 @@ class EncoderConfig:
     """Items in one forward pass."""
     max_batch_frames: int = 1_024
     """Frames (temporal grid steps; a picture counts one) in one forward pass."""
-    max_wait_s: float = 0.002
-    """How long the first item of an idle encoder waits for company. Behind a running batch nobody waits longer."""
+    max_wait_s: float = 0.0
+    """How long the first item of an idle encoder waits for company beyond what arrives together with it. Company forms
+    by itself behind a running batch, so waiting pays only where passes are much longer than arrivals are apart."""
     max_queued_items: int = 4_096
     """Items waiting for the encoder; more are refused as overload."""
     packing: Packing = "planned"
@@ -103,6 +108,7 @@ class EncoderConfig:
             "max_queued_items",
             "encoder_cudagraph_max_budget",
             "mlp_width_multiple",
+            "data_parallel_size",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from prometheus_client.metrics_core import Metric
-from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cache_service.circuit_breaker import BreakerState
@@ -21,25 +22,34 @@ from cache_service.redis_tier import RedisTier
 from cache_service.single_flight import SingleFlight
 from cache_service.tier import LookupResult
 from cache_service.tiered import TieredCache
+from deployments import autoscaling
+from deployments.errors import InternalError
 from deployments.handles import PreprocessorHandle, RayObjectStore
 from deployments.messages import EncodedItem, EncodeRequest
-from deployments.metrics import ReplicaMetrics, Sample
+from deployments.metrics import Sample
 from deployments.ports import ObjectStore, Preprocessor
-from deployments.replica_log import quiet_callers_faults
+from deployments.telemetry import ReplicaTelemetry
+from deployments.telemetry_config import TelemetryConfig
 from deployments.vision_encoder.batcher import DynamicBatcher
 from deployments.vision_encoder.build import load_core
 from deployments.vision_encoder.config import EncoderConfig
+from deployments.vision_encoder.data_parallel import DataParallelCore
 from deployments.vision_encoder.embedding_codec import Embedding, decode_embedding, encode_embedding
+from deployments.vision_encoder.metered_batcher import MeteredBatcher
 from deployments.vision_encoder.service import EncoderService
-from deployments.vision_encoder.stats import EncoderStats
+from deployments.vision_encoder.stats import EncoderStats, sum_stats
+from deployments.work_meter import WorkMeter
 
 REDIS_KIND = "embedding"
+STUCK_S = 120.0
+"""Without one encoded item for so long while there are some, the encoder counts as stuck."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderOptions:
     config: EncoderConfig
     fingerprint: EncoderFingerprint
+    telemetry: TelemetryConfig
     redis: RedisTierConfig | None
 
 
@@ -54,7 +64,11 @@ class EncoderParts:
     ) -> None:
         config = options.config
         self.stats = EncoderStats()
+        self.patches = WorkMeter()
+        """Patches that wait for the encoder and go through it."""
         core = load_core(config, keep_on_device=keep_on_device, stats=self.stats)
+        # Cores on several devices count apart, each on its own thread.
+        self._part_stats = core.part_stats if isinstance(core, DataParallelCore) else ()
         batcher = DynamicBatcher(
             core.encode,
             core.limit,
@@ -67,7 +81,7 @@ class EncoderParts:
         self.lower = None if self.redis is None else _shared_cache(self.redis, options.fingerprint.model_id)
         self.service = EncoderService(
             core,
-            batcher,
+            MeteredBatcher(batcher, self.patches),
             store,
             fingerprint=options.fingerprint,
             cache_bytes=config.cache_bytes,
@@ -80,7 +94,7 @@ class EncoderParts:
 
     def samples(self) -> Iterator[Sample]:
         """Counters under their metric names."""
-        yield from encoder_samples(self.stats)
+        yield from encoder_samples(sum_stats((self.stats, *self._part_stats)))
         memory = self.service.memory.stats()
         yield "cache_bytes", ("memory",), memory.bytes
         yield "cache_evictions_total", ("memory",), memory.evictions
@@ -92,19 +106,42 @@ class VisionEncoder:
     """One encoder per replica; its forward passes run in a thread of their own."""
 
     def __init__(self, options: EncoderOptions, preprocessor: DeploymentHandle) -> None:
-        quiet_callers_faults()
-        context = serve.get_replica_context()
+        self._telemetry = ReplicaTelemetry(options.telemetry, lambda: self._parts.samples())
         self._parts = EncoderParts(options, RayObjectStore(), PreprocessorHandle(preprocessor))
-        self._metrics = ReplicaMetrics(context.deployment, context.replica_id.unique_id, self._parts.samples)
 
     async def encode(self, request: EncodeRequest) -> tuple[EncodedItem, ...]:
-        return await self._parts.service.encode(request)
+        return await encode_recorded(self._parts.service, request, self._telemetry)
 
     async def ready(self) -> None:
         """Answering is being ready: the model is loaded before the replica answers anything."""
 
+    async def check_health(self) -> None:
+        """Serve replaces the replica if this raises."""
+        if self._parts.patches.stalled_s > STUCK_S:
+            raise InternalError(
+                f"no picture has been encoded for {self._parts.patches.stalled_s:.0f} s, though some wait"
+            )
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve for the autoscaling policy."""
+        return autoscaling.work_stats(self._parts.patches.read())
+
     async def metrics(self) -> list[Metric]:
-        return self._metrics.collect()
+        return await self._telemetry.collect()
+
+    async def metrics_target(self) -> dict[str, Any] | None:
+        return await self._telemetry.target()
+
+
+async def encode_recorded(
+    service: EncoderService, request: EncodeRequest, telemetry: ReplicaTelemetry
+) -> tuple[EncodedItem, ...]:
+    """`service.encode` with its span and its line of the log."""
+    with telemetry.stage("vision_encoder.encode", request.trace_context) as record:
+        record.fields["items"] = len(request.items)
+        encoded = await service.encode(request)
+        record.fields.update(Counter(item.origin for item in encoded))
+        return encoded
 
 
 def _shared_cache(redis: RedisTier, model: str) -> ReadThrough[Embedding]:

@@ -41,6 +41,11 @@ class PathRunner:
     eager_cost: EagerCost = field(default_factory=EagerCost)
     graphs: GraphManager | None = None
 
+    def marginal_seconds(self, slots: int) -> float:
+        """What an item of `slots` adds to a full pass; its share of the fixed part is that of its size."""
+        full = max(slots, self.eager_cost.points[-1][0])
+        return self.eager_cost(full) * slots / full
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
@@ -90,6 +95,8 @@ class EncoderCore:
         self._runners.update({runner.name: runner for runner in runners})
         # A language model in the same process computes on its own stream meanwhile.
         self._stream = torch.cuda.Stream(adapter.device) if adapter.device.type == "cuda" else None
+        # What stays allocated between passes: weights, input buffers and whatever else lives on the device.
+        self._resident_bytes = torch.cuda.memory_allocated(adapter.device) if self._stream is not None else 0
         self._planner, self._keep_on_device, self._clock = planner, keep_on_device, clock
 
     @property
@@ -111,6 +118,14 @@ class EncoderCore:
         for load in spec.loads.values():
             self._check_limits(modality, load)
         return spec
+
+    def predict_seconds(self, item: VisionItem) -> float:
+        """Device time that an item asks for beside others; 0 for one that will be refused."""
+        try:
+            loads = self.adapter.describe(item.modality, item.grid).loads
+        except SightlineError:
+            return 0.0
+        return sum(self._runners[path].marginal_seconds(load.slots) for path, load in loads.items())
 
     def _check_limits(self, modality: Modality, load: Load) -> None:
         for name, value, most in (
@@ -198,7 +213,7 @@ class EncoderCore:
         deliver: Deliver,
     ) -> None:
         try:
-            rows = self._pass(runner, batch, [pending[position].item for position in members])
+            done, results = self._pass(runner, batch, members, pending)
         except torch.OutOfMemoryError:
             self.stats.batch_failures["out_of_memory"] += 1
             _release_memory()
@@ -209,10 +224,8 @@ class EncoderCore:
             logger.exception("path %s: a batch of %d items failed", runner.name, len(members))
             self._take_apart(runner, batch, members, pending, deliver, exc)
         else:
-            for position, item_rows in zip(members, rows, strict=True):
-                pending[position].rows[runner.name] = item_rows
-            done = [position for position in members if pending[position].complete]
-            for position, result in zip(done, self._results([pending[p] for p in done]), strict=True):
+            for position, result in zip(done, results, strict=True):
+                pending[position].rows.clear()
                 deliver(position, result)
 
     def _take_apart(
@@ -245,19 +258,29 @@ class EncoderCore:
         for part in parts:
             self._run_batch(runner, _eager(part, pending, runner.name), part, pending, deliver)
 
-    def _pass(self, runner: PathRunner, batch: Batch, items: Sequence[VisionItem]) -> list[torch.Tensor]:
-        """One forward pass, timed and counted."""
+    def _pass(
+        self, runner: PathRunner, batch: Batch, members: Sequence[int], pending: Mapping[int, _Pending]
+    ) -> tuple[list[int], list[Rows]]:
+        """One forward pass, timed and counted: the positions that it completes and their results.
+
+        Waits for the device once, after the results have been queued for copying.
+        """
         started = self._clock()
+        items = [pending[position].item for position in members]
         if batch.budget is not None and runner.graphs is not None:
             mode = runner.graphs.mode
             rows = runner.graphs.run(items, batch.budget)
         else:
             mode = "eager"
             rows = run_eager(self.adapter, runner.name, items)
-        if self.adapter.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        for position, item_rows in zip(members, rows, strict=True):
+            pending[position].rows[runner.name] = item_rows
+        done = [position for position in members if pending[position].complete]
+        hosts = [self._copy_out(pending[position]) for position in done]
+        if self._stream is not None:
+            self._stream.synchronize()
         self._count(runner, batch, mode, len(items), self._clock() - started)
-        return rows
+        return done, [rows if self._keep_on_device else _as_numpy(rows) for rows in hosts]
 
     def _count(self, runner: PathRunner, batch: Batch, mode: str, items: int, seconds: float) -> None:
         stats, path = self.stats, runner.name
@@ -271,33 +294,31 @@ class EncoderCore:
             stats.padded_slots[path] += batch.budget - batch.load.slots
         elif runner.graphs is not None and batch.reason:
             stats.eager_fallbacks[batch.reason] += 1
-        if self.memory is not None:
-            stats.predicted_peak_bytes = max(stats.predicted_peak_bytes, self.memory.bytes_of(batch.load))
-        if self.adapter.device.type == "cuda":
-            stats.measured_peak_bytes = torch.cuda.max_memory_allocated(self.adapter.device)
+        if self.memory is not None and self.memory.bytes_of(batch.load) > stats.predicted_peak_bytes:
+            stats.predicted_peak_bytes = self.memory.bytes_of(batch.load)
+            # Reading the allocator's counters costs as much as a small pass, and only larger passes raise the peak.
+            if self.adapter.device.type == "cuda":
+                peak_bytes = torch.cuda.max_memory_allocated(self.adapter.device)
+                stats.measured_peak_bytes = peak_bytes - self._resident_bytes
 
     def _fail(self, position: int, error: Exception, pending: Mapping[int, _Pending], deliver: Deliver) -> None:
         pending[position].failed = True
         pending[position].rows.clear()
         deliver(position, error)
 
-    def _results(self, entries: Sequence[_Pending]) -> list[Rows]:
-        """What the callers get, each in memory of its own: a view would keep the whole batch alive while one item is
-        cached. Copies to the host go through pinned memory and are waited for once."""
+    def _copy_out(self, entry: _Pending) -> torch.Tensor:
+        """Start copying an item's result into memory of its own: a view would keep the whole batch alive while one item
+        is cached. Copies to the host go through pinned memory."""
+        rows = self.adapter.assemble(entry.item, entry.rows)
+        if self._keep_on_device:
+            return rows.clone()
         on_cuda = self.adapter.device.type == "cuda"
-        results: list[Rows] = []
-        for entry in entries:
-            rows = self.adapter.assemble(entry.item, entry.rows)
-            entry.rows = {}
-            if self._keep_on_device:
-                results.append(rows.clone())
-                continue
-            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=on_cuda)
-            host.copy_(rows, non_blocking=on_cuda)
-            results.append((host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy())
-        if on_cuda:
-            torch.cuda.current_stream().synchronize()
-        return results
+        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=on_cuda)
+        return host.copy_(rows, non_blocking=on_cuda)
+
+
+def _as_numpy(host: torch.Tensor) -> np.ndarray:
+    return (host.view(torch.uint16) if host.dtype == torch.bfloat16 else host).numpy()
 
 
 def _check_patches(item: VisionItem, spec: ItemSpec) -> None:

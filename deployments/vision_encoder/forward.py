@@ -5,6 +5,7 @@ thread that calls this.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 import torch
@@ -12,9 +13,13 @@ import torch
 from deployments.vision_encoder.adapters.base import VisionAdapter, VisionItem
 from deployments.vision_encoder.packing import Capacity, Load
 
+_ALIGNMENT = 256
+"""Bytes; what kernels and copies like best."""
+
 
 class InputBuffers:
-    """The input buffers of one capacity, on host and device.
+    """The input buffers of one capacity, on host and device: views of one piece of memory each, so that one copy
+    uploads them all.
 
     Buffer identity invariant: `device` holds the same tensors for the life of this object. A captured graph reads their
     addresses, so they are refilled in place and never replaced. On CPU host and device buffers are the same memory.
@@ -24,18 +29,25 @@ class InputBuffers:
         self._adapter, self._path = adapter, path
         self.capacity = capacity
         on_cpu = adapter.device.type == "cpu"
-        self._staging: dict[str, torch.Tensor] = {}
+        specs = adapter.input_specs(path, capacity)
+        sizes = {name: prod(spec.shape) * spec.dtype.itemsize for name, spec in specs.items()}
+        num_bytes = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values())
+        # Not cleared: `write_inputs` fills every byte that is read.
+        self._staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=not on_cpu)
+        self._uploads = self._staging if on_cpu else torch.empty(num_bytes, dtype=torch.uint8, device=adapter.device)
+        self._host: dict[str, np.ndarray] = {}
         self.device: dict[str, torch.Tensor] = {}
-        for name, spec in adapter.input_specs(path, capacity).items():
-            staging = torch.zeros(spec.shape, dtype=spec.dtype, pin_memory=not on_cpu)
-            self._staging[name] = staging
-            self.device[name] = staging if on_cpu else torch.zeros_like(staging, device=adapter.device)
-        self._host: dict[str, np.ndarray] = {name: tensor.numpy() for name, tensor in self._staging.items()}
+        start = 0
+        for name, spec in specs.items():
+            part = slice(start, start + sizes[name])
+            self._host[name] = self._staging[part].view(spec.dtype).view(spec.shape).numpy()
+            self.device[name] = self._uploads[part].view(spec.dtype).view(spec.shape)
+            start += -(-sizes[name] // _ALIGNMENT) * _ALIGNMENT
         self._uploaded = None if on_cpu else torch.cuda.Event()
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.device.values())
+        return self._uploads.nbytes
 
     def fill(self, items: Sequence[VisionItem]) -> None:
         """Write the items' inputs, padding included, and start the copy to the device on the current stream."""
@@ -43,8 +55,7 @@ class InputBuffers:
             self._uploaded.synchronize()  # the last copy may still be reading the staging memory
         self._adapter.write_inputs(self._path, items, self._host)
         if self._uploaded is not None:
-            for name, staging in self._staging.items():
-                self.device[name].copy_(staging, non_blocking=True)
+            self._uploads.copy_(self._staging, non_blocking=True)
             self._uploaded.record()
 
 

@@ -166,12 +166,14 @@ class EncoderService:
         """The leader's work; its result is in the memory cache before any caller has it."""
         embedding, origin = await self._find(key, item, spec, request)
         rows = embedding.rows
+        # Megabytes are copied: on the event loop they would keep the next round from starting.
+        ref = await asyncio.to_thread(self._store.put, rows)
         encoded = EncodedItem(
             identity=item.identity,
             num_slots=item.num_slots,
             width=self._core.width,
             dtype=self._core.dtype_name,  # type: ignore[arg-type]
-            embeddings=self._store.put(rows),
+            embeddings=ref,
             origin=origin,
         )
         self.memory.put(key, encoded, rows.nbytes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(slots=True)
@@ -48,6 +49,27 @@ class EncoderStats:
 
     # sampled at start and after each pass
     predicted_peak_bytes: int = 0
+    """Of the largest pass so far, by the memory model."""
     measured_peak_bytes: int = 0
+    """Most that was allocated beyond what stays; includes a language model's passes on the same device."""
     graph_bytes: int = 0
     capture_seconds: float = 0.0
+
+
+_OF_ONE_DEVICE = ("predicted_peak_bytes", "measured_peak_bytes", "capture_seconds")
+
+
+def sum_stats(parts: Sequence[EncoderStats]) -> EncoderStats:
+    """Counters of several encoders as if one had counted; peaks are those of the device with the highest."""
+    total = EncoderStats()
+    for part in parts:
+        for entry in fields(EncoderStats):
+            value, sum_so_far = getattr(part, entry.name), getattr(total, entry.name)
+            if isinstance(value, dict):
+                for key, count in value.copy().items():  # its thread may add a key meanwhile
+                    sum_so_far[key] += count
+            elif entry.name in _OF_ONE_DEVICE:
+                setattr(total, entry.name, max(sum_so_far, value))
+            else:
+                setattr(total, entry.name, sum_so_far + value)
+    return total

@@ -46,6 +46,15 @@ _REPLICAS = Row(
             ),
         ),
         Panel(
+            title="Age of replicas' metrics",
+            unit="s",
+            runbook="Silent replica",
+            thresholds=((60, "red"),),
+            description="0 while a replica answers. Above it, all of the replica's series stand still at their last "
+            "values, and the replica most likely serves nobody.",
+            queries=(Query(expr=total(series("metrics_age_seconds"), "replica"), legend="{{replica}}"),),
+        ),
+        Panel(
             title="Healthy replicas, as Ray sees them",
             needs=_RAY,
             description="More than answer scrapes: a replica is up but its event loop is blocked for seconds.",

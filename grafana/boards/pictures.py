@@ -190,6 +190,51 @@ _ENCODER = Row(
     ),
 )
 
+_READING = Row(
+    title="Fetching and decoding",
+    panels=(
+        Panel(
+            title="Fetches by outcome",
+            unit="ops",
+            description="refused: the URL, or one that it redirects to, may not be fetched. timed_out, failed: the "
+            "picture's host; many of one kind for one caller are its own hosts.",
+            queries=(Query(expr=total_rate("media_fetches_total", "outcome"), legend="{{outcome}}"),),
+        ),
+        Panel(
+            title="Fetches under way",
+            description="At `fetch.max_in_flight` for long: callers wait for a place; add preprocessor replicas.",
+            queries=(Query(expr=total(series("media_fetches_in_flight"), "replica"), legend="{{replica}}"),),
+        ),
+        Panel(
+            title="Bytes fetched",
+            unit="Bps",
+            description="Bodies as they come over the wire. Near the node's network: more nodes, or smaller pictures.",
+            queries=(Query(expr=total_rate("media_fetch_bytes_total")),),
+        ),
+        Panel(
+            title="Redirects followed",
+            unit="ops",
+            description="Each one costs a connection. Near the number of fetches: callers should send the final URLs.",
+            queries=(Query(expr=total_rate("media_fetch_redirects_total")),),
+        ),
+        Panel(
+            title="Jobs of decode workers",
+            unit="ops",
+            description="Reading headers, decoding, making patches again. Flat while requests grow: all workers "
+            "are busy; add preprocessor replicas or `decode_threads`.",
+            queries=(Query(expr=total_rate("decode_jobs_total")),),
+        ),
+        Panel(
+            title="Decode processes lost",
+            unit="ops",
+            thresholds=((0.001, "red"),),
+            description="With `decode_isolation: process`. A picture that crashes or hangs its decoder ends that "
+            "process and its own request only. More than a few: somebody tries; the refused requests have the tenant.",
+            queries=(Query(expr=total_rate("decode_worker_losses_total", "cause"), legend="{{cause}}"),),
+        ),
+    ),
+)
+
 _REFUSED = Row(
     title="Refused media and uuids",
     panels=(
@@ -212,6 +257,6 @@ DASHBOARD = Dashboard(
     uid="sightline-pictures",
     title="Sightline / Pictures",
     description="Preparation, cache tiers and vision encoder.",
-    rows=(_MEDIA, _CACHES, _ENCODER, _REFUSED),
+    rows=(_MEDIA, _CACHES, _ENCODER, _READING, _REFUSED),
     variables=(DEPLOYMENT, REPLICA),
 )

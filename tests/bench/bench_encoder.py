@@ -1,9 +1,12 @@
-"""The vision encoder on one GPU: a 7B-shaped Qwen2.5-VL tower, random weights, random pixels, bf16.
+"""The vision encoder on one or two GPUs: a 7B-shaped Qwen2.5-VL tower, random weights, random pixels, bf16.
 
-    python -m tests.bench.bench_encoder --out tests/bench/results/encoder_h200.json --commit $(git rev-parse HEAD)
+    python -m tests.bench.bench_encoder --out tests/bench/results/encoder_h200.json --time-limit 150 \\
+        --commit $(git rev-parse HEAD)
+    python -m tests.bench.bench_encoder --out /tmp/encoder.json --device cpu --tiny       (does it run?)
 
 Every part stands alone: one that fails leaves its error in the results and the next one runs. The results are written
-after each part. Regimes: up to about 1,000 slots a pass is bound by launches, above by matrix products.
+after each case, so that whatever cuts the run short leaves what was measured. Regimes: up to about 1,000 slots a pass
+is bound by launches, above by matrix products.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import platform
 import random
 import statistics
@@ -18,7 +22,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,15 +32,18 @@ import numpy as np
 import torch
 
 from deployments.vision_encoder.adapters.base import VisionItem
-from deployments.vision_encoder.adapters.factory import build_adapter, family_of
-from deployments.vision_encoder.attention import SdpaSegments
-from deployments.vision_encoder.build import build_core
+from deployments.vision_encoder.adapters.factory import family_of
+from deployments.vision_encoder.build import build_core, path_capacities
 from deployments.vision_encoder.config import EncoderConfig
+from deployments.vision_encoder.data_parallel import DataParallelCore
 from deployments.vision_encoder.encoder import EncoderCore
 from deployments.vision_encoder.forward import run_eager
-from deployments.vision_encoder.ops import PlainOps
+from deployments.vision_encoder.graphs import GraphManager
 from deployments.vision_encoder.packing import Load, plan_batches, plan_smallest_first
 from deployments.vision_encoder.weights import TensorWeights
+
+Case = tuple[str, Any]
+"""Name and what was measured."""
 
 VISION_7B: dict[str, Any] = {
     "depth": 32,
@@ -60,19 +67,23 @@ TINY = VISION_7B | {
     "out_hidden_size": 32,
     "fullatt_block_indexes": [1, 3],
 }
-"""For a dry run on CPU (`--tiny`)."""
+"""For a dry run (`--tiny`)."""
 CASES: tuple[tuple[int, int], ...] = ((1, 224), (1, 336), (4, 336), (1, 644), (1, 1036), (4, 1036), (20, 336))
 MIX: tuple[tuple[float, int], ...] = ((0.3, 224), (0.3, 336), (0.2, 448), (0.1, 672), (0.1, 1036))
 MIXED_REQUESTS = 400
 
 
 class Bench:
-    def __init__(self, *, tiny: bool, deadline_s: float) -> None:
-        self.device = torch.device("cpu" if tiny else "cuda")
-        self.dtype = torch.float32 if tiny else torch.bfloat16
-        self.model = {"model_type": "qwen2_5_vl", "vision_config": TINY if tiny else VISION_7B}
+    """All parts; each yields its cases as they are done."""
+
+    def __init__(self, *, device: str, tiny: bool, deadline_s: float) -> None:
+        self.device = torch.device(device)
+        self.on_cuda = self.device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.on_cuda else torch.float32
+        self.vision = TINY if tiny else VISION_7B
+        self.model: dict[str, Any] = {"model_type": "qwen2_5_vl", "vision_config": self.vision}
         self.tiny, self.deadline_s = tiny, deadline_s
-        self.state = random_state(self.model["vision_config"], self.device)  # type: ignore[arg-type]
+        self.state = random_state(self.vision, self.device)
         self.core: EncoderCore | None = None
 
     @property
@@ -80,27 +91,38 @@ class Bench:
         return EncoderConfig(
             model="bench",
             device=self.device.type,  # type: ignore[arg-type]
-            dtype="float32" if self.tiny else "bfloat16",
-            max_batch_slots=2_048 if self.tiny else 16_384,
+            dtype="bfloat16" if self.on_cuda else "float32",
+            max_batch_slots=1_024 if self.tiny else 16_384,
             encoder_cudagraph_max_frames_per_batch=0,
-            static_buffers_on_cpu=self.tiny,
+            static_buffers_on_cpu=not self.on_cuda,
             encoder_cudagraph_steps_per_octave=1 if self.tiny else 4,
+            capture_progress=False,
         )
+
+    def build(self, config: EncoderConfig, device: torch.device | None = None) -> EncoderCore:
+        return build_core(config, self.model, TensorWeights(self.state), device=device or self._first_device())
+
+    def _first_device(self) -> torch.device:
+        return torch.device("cuda", 0) if self.on_cuda else self.device
 
     def ready(self) -> EncoderCore:
         if self.core is None:
-            raise RuntimeError("the setup part failed")
+            raise RuntimeError("the setup part failed or was left out")
         return self.core
 
     def items(self, count: int, side: int, seed: int = 0) -> list[VisionItem]:
-        patches = (side // 28 * 2) if not self.tiny else max(2, side // 56 * 2)
+        patches = max(2, side // 56 * 2) if self.tiny else side // 28 * 2
         generator = np.random.default_rng(seed)
         grid = (1, patches, patches)
         size = (patches * patches, 588)
         return [VisionItem("image", grid, generator.integers(0, 256, size, dtype=np.uint8)) for _ in range(count)]
 
+    def load(self, items: Sequence[VisionItem]) -> Load:
+        core = self.ready()
+        return sum((core.describe(item.modality, item.grid).loads["image"] for item in items), Load())
+
     def time_ms(self, call: Callable[[], object], repeats: int = 20) -> dict[str, float]:
-        """Wall time until the device is done, after two unmeasured calls."""
+        """Wall time until the device is done, after two unmeasured calls; fewer repeats once the time is up."""
         samples: list[float] = []
         for turn in range(repeats + 2):
             self.synchronize()
@@ -109,77 +131,109 @@ class Bench:
             self.synchronize()
             if turn >= 2:
                 samples.append((time.perf_counter() - started) * 1e3)
-            if turn >= 4 and time.perf_counter() > self.deadline_s:
+            if samples and time.perf_counter() > self.deadline_s:
                 break
         return {"median_ms": round(statistics.median(samples), 3), "max_ms": round(max(samples), 3)}
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        if self.on_cuda:
+            for index in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(index)
 
     # -- parts --------------------------------------------------------------------------------------------------------
-    def setup(self) -> dict[str, Any]:
+    def parity(self) -> Iterator[Case]:
+        """Least cosine of a row with transformers' tower in float32: ours without graphs, and transformers' own in our
+        precision."""
+        core = self.build(replace(self.config, cudagraph_mm_encoder=False, static_buffers_on_cpu=False))
+        exact = hf_tower(self.vision, self.state, torch.float32, self.device)
+        half = hf_tower(self.vision, self.state, self.dtype, self.device)
+        for sides in ([336, 224, 644], [1036]):
+            items = [self.items(1, side, seed=side)[0] for side in sides]
+            with torch.inference_mode():
+                pixels, grid = hf_inputs(items, torch.float32, self.device)
+                truth = exact(pixels, grid_thw=grid).pooler_output
+                theirs = half(pixels.to(self.dtype), grid_thw=grid).pooler_output.float()
+                ours = torch.cat([to_tensor(rows).to(self.device) for rows in core.encode_all(items)])
+                yield (
+                    "+".join(f"{side}^2" for side in sides),
+                    {
+                        "least_cosine_ours": float(torch.cosine_similarity(ours, truth).min()),
+                        "least_cosine_transformers": float(torch.cosine_similarity(theirs, truth).min()),
+                        "max_abs_ours": float((ours - truth).abs().max()),
+                        "finite": bool(torch.isfinite(ours).all()),
+                    },
+                )
+
+    def setup(self) -> Iterator[Case]:
         started = time.perf_counter()
-        self.core = core = build_core(self.config, self.model, TensorWeights(self.state))
+        self.core = core = self.build(self.config)
         tower = core.adapter._tower  # type: ignore[attr-defined]
         runner = core._runners["image"]
-        return {
-            "attention": tower.attention.name,
-            "window_attention": tower.window_attention.name,
-            "ops": tower.ops.name,
-            "build_s": round(time.perf_counter() - started, 2),
-            "calibrate_and_capture_s": round(core.stats.capture_seconds, 2),
-            "graph_mib": round(core.stats.graph_bytes / 2**20, 1),
-            "memory_model": repr(core.memory),
-            "budgets": [
+        yield (
+            "core",
+            {
+                "attention": tower.attention.name,
+                "window_attention": tower.window_attention.name,
+                "ops": tower.ops.name,
+                "build_s": round(time.perf_counter() - started, 2),
+                "calibrate_and_capture_s": round(core.stats.capture_seconds, 2),
+                "graph_mib": round(core.stats.graph_bytes / 2**20, 1),
+                "memory_model": repr(core.memory),
+            },
+        )
+        yield (
+            "budgets",
+            [
                 {
                     "slots": budget.capacity.slots,
                     "items": budget.capacity.items,
-                    "replay_ms": round(budget.cost_s * 1e3, 3),
+                    "graph_ms": round(budget.cost_s * 1e3, 3),
                     "eager_ms": round(runner.eager_cost(budget.capacity.slots) * 1e3, 3),
                 }
                 for budget in (runner.graphs.budgets if runner.graphs else ())
             ],
-        }
+        )
 
-    @torch.inference_mode()
-    def latency(self) -> list[dict[str, Any]]:
-        """eager: our pass without graph. encode: the whole core, pixels in host memory to rows in host memory."""
-        core, table = self.ready(), []
+    def latency(self) -> Iterator[Case]:
+        """eager: our pass without a graph; graph: the smallest budget that holds all, upload included; encode: the
+        whole core, pixels in host memory to rows in host memory."""
+        core = self.ready()
+        graphs = core._runners["image"].graphs
         for count, side in CASES:
             items = self.items(count, side)
+            load = self.load(items)
+            fits = [b for b in (graphs.budgets if graphs else ()) if b.capacity.shortage(load, count) is None]
             before = Counter(core.stats.invocations)
-            eager = self.time_ms(lambda items=items: run_eager(core.adapter, "image", items), 10)
-            encode = self.time_ms(lambda items=items: core.encode_all(items))
-            calls = core.stats.invocations - before
-            table.append(
+            with torch.inference_mode():
+                encode = self.time_ms(lambda items=items: core.encode_all(items))
+                calls = core.stats.invocations - before
+                graph = None
+                if graphs is not None and fits:
+                    budget = fits[0].capacity.slots
+                    graph = self.time_ms(lambda items=items, budget=budget: graphs.run(items, budget))
+                    graph["budget"] = budget
+                eager = self.time_ms(lambda items=items: run_eager(core.adapter, "image", items), 10)
+            yield (
+                f"{count}x{side}^2",
                 {
-                    "images": f"{count}x{side}^2",
-                    "slots": sum(core.describe(item.modality, item.grid).num_slots for item in items),
-                    "eager": eager,
+                    "slots": load.slots,
                     "encode": encode,
+                    "graph": graph,
+                    "eager": eager,
                     "passes": {f"{path}:{mode}": n for (path, mode), n in calls.items()},
-                }
+                },
             )
-        return table
 
-    @torch.inference_mode()
-    def transformers(self) -> list[dict[str, Any]]:
-        tower = hf_tower(self.model["vision_config"], self.state, self.dtype, self.device)  # type: ignore[arg-type]
-        table = []
+    def transformers(self) -> Iterator[Case]:
+        """Its own tower, eager, SDPA, normalised pixels on the device already."""
+        tower = hf_tower(self.vision, self.state, self.dtype, self.device)
         for count, side in CASES:
-            items = self.items(count, side)
-            pixels, grid = hf_inputs(items, self.dtype, self.device)
-            table.append(
-                {
-                    "images": f"{count}x{side}^2",
-                    "eager": self.time_ms(lambda p=pixels, g=grid: tower(p, grid_thw=g), 4),
-                }
-            )
-        return table
+            with torch.inference_mode():
+                pixels, grid = hf_inputs(self.items(count, side), self.dtype, self.device)
+                yield f"{count}x{side}^2", self.time_ms(lambda p=pixels, g=grid: tower(p, grid_thw=g), 4)
 
-    def mixed(self) -> dict[str, Any]:
-        """400 requests of one image each, one after the other: 30% 224, 30% 336, 20% 448, 10% 672, 10% 1036."""
+    def mixed(self) -> Iterator[Case]:
+        """Requests of one image each, one after the other: 30% 224, 30% 336, 20% 448, 10% 672, 10% 1036."""
         core, rng = self.ready(), random.Random(0)
         sides = rng.choices([side for _, side in MIX], [share for share, _ in MIX], k=MIXED_REQUESTS)
         pool = {side: self.items(1, side, seed=side) for _, side in MIX}
@@ -188,81 +242,79 @@ class Bench:
         stats = core.stats
         slots, padded = stats.slots["image"], stats.padded_slots["image"]
         before = Counter(stats.invocations)
-        samples = []
+        samples: list[float] = []
         for side in sides:
             started = time.perf_counter()
             core.encode_all(pool[side])
             samples.append((time.perf_counter() - started) * 1e3)
+            if time.perf_counter() > self.deadline_s:
+                break
         samples.sort()
         calls = stats.invocations - before
         used, wasted = stats.slots["image"] - slots, stats.padded_slots["image"] - padded
-        return {
-            "mean_ms": round(statistics.mean(samples), 3),
-            "p50_ms": round(samples[len(samples) // 2], 3),
-            "p99_ms": round(samples[int(len(samples) * 0.99) - 1], 3),
-            "padded_share": round(wasted / (used + wasted), 4),
-            "graph_hit_rate": round(1 - calls["image", "eager"] / max(1, sum(calls.values())), 4),
-        }
+        yield (
+            "one_by_one",
+            {
+                "requests": len(samples),
+                "mean_ms": round(statistics.mean(samples), 3),
+                "p50_ms": round(samples[len(samples) // 2], 3),
+                "p99_ms": round(samples[max(0, int(len(samples) * 0.99) - 1)], 3),
+                "padded_share": round(wasted / (used + wasted), 4),
+                "graph_hit_rate": round(1 - calls["image", "eager"] / max(1, sum(calls.values())), 4),
+            },
+        )
 
-    def packing(self) -> dict[str, Any]:
-        """Rounds of 24 images of the mix: planned against smallest-first, predicted and measured."""
+    def data_parallel(self) -> Iterator[Case]:
+        """Images per second of rounds of 336^2 pictures: on one device, and spread over all of them."""
+        core = self.ready()
+        count = torch.cuda.device_count() if self.on_cuda else 2
+        if count < 2:
+            yield "skipped", "one GPU is visible"
+            return
+        devices = [torch.device("cuda", index) if self.on_cuda else self.device for index in range(count)]
+        parallel = DataParallelCore([core, *(self.build(self.config, device) for device in devices[1:])])
+        try:
+            for name, encoder, images in (
+                ("one_device_20", core, 20),
+                (f"{count}_devices_20", parallel, 20),
+                (f"{count}_devices_{20 * count}", parallel, 20 * count),
+            ):
+                items = self.items(images, 336)
+                measured = self.time_ms(lambda encoder=encoder, items=items: encoder.encode_all(items), 20)
+                yield name, measured | {"images_per_s": round(images / measured["median_ms"] * 1e3, 1)}
+            alone, spread = core.encode_all(items), parallel.encode_all(items)
+            worst = min(
+                float(torch.cosine_similarity(to_tensor(a), to_tensor(b)).min())
+                for a, b in zip(alone, spread, strict=True)
+            )
+            yield "least_cosine_to_one_device", worst
+        finally:
+            parallel.close()
+
+    def packing(self) -> Iterator[Case]:
+        """Rounds of 24 images of the mix: planned against smallest-first, predicted and measured, summed."""
         core, rng = self.ready(), random.Random(1)
         rules = core._rules(core._runners["image"])
-        rounds = 10
-        totals: Counter[str] = Counter()
-        for turn in range(rounds):
+        totals: dict[str, float] = {}
+        for turn in range(8):
             sides = rng.choices([side for _, side in MIX], [share for share, _ in MIX], k=24)
             items = [self.items(1, side, seed=turn)[0] for side in sides]
-            loads: list[Load] = [core.describe(item.modality, item.grid).loads["image"] for item in items]
+            loads = [self.load([item]) for item in items]
             for name, planner in (("planned", plan_batches), ("smallest_first", plan_smallest_first)):
                 started = time.perf_counter()
                 batches = planner(loads, rules)
-                totals[f"{name}_plan_ms"] += (time.perf_counter() - started) * 1e3  # type: ignore[assignment]
-                totals[f"{name}_predicted_ms"] += sum(  # type: ignore[assignment]
-                    rules.choose(batch.load, len(batch.indices))[0] * 1e3 for batch in batches
-                )
+                planned_ms = (time.perf_counter() - started) * 1e3
+                predicted_ms = sum(rules.choose(batch.load, len(batch.indices))[0] * 1e3 for batch in batches)
                 core._planner = planner
-                totals[f"{name}_measured_ms"] += self.time_ms(lambda items=items: core.encode_all(items), 3)[  # type: ignore[assignment]
-                    "median_ms"
-                ]
-            core._planner = plan_batches
-        return {name: round(value / rounds, 3) for name, value in totals.items()}
+                measured_ms = self.time_ms(lambda items=items: core.encode_all(items), 3)["median_ms"]
+                core._planner = plan_batches
+                for what, value in (("plan", planned_ms), ("predicted", predicted_ms), ("measured", measured_ms)):
+                    key = f"{name}_{what}_ms"
+                    totals[key] = round(totals.get(key, 0.0) + value, 3)
+            yield "rounds", turn + 1
+            yield "sums", dict(totals)
 
-    @torch.inference_mode()
-    def parity(self) -> list[dict[str, Any]]:
-        """Cosine of every row with a float32 pass of plain torch, and with transformers in our precision."""
-        core = self.ready()
-        plain = build_adapter(
-            self.model,
-            TensorWeights(self.state),
-            dtype=torch.float32,
-            device=self.device,
-            attention=SdpaSegments(),
-            window_attention=SdpaSegments(),
-            ops=PlainOps(),
-        )
-        tower = hf_tower(self.model["vision_config"], self.state, torch.float32, self.device)  # type: ignore[arg-type]
-        table = []
-        for sides in ([224], [336, 224, 644], [1036], [140, 420, 84]):
-            items = [self.items(1, side, seed=side)[0] for side in sides]
-            exact = torch.cat(run_eager(plain, "image", items))
-            pixels, grid = hf_inputs(items, torch.float32, self.device)
-            theirs = tower(pixels, grid_thw=grid).pooler_output
-            ours = torch.cat([to_tensor(rows).to(self.device) for rows in core.encode_all(items)])
-            eager = torch.cat(run_eager(core.adapter, "image", items)).float()
-            table.append(
-                {
-                    "sides": sides,
-                    "fp32_max_abs_to_transformers": float((exact - theirs).abs().max()),
-                    "least_cosine_encode": float(torch.cosine_similarity(ours, exact).min()),
-                    "least_cosine_eager": float(torch.cosine_similarity(eager, exact).min()),
-                    "finite": bool(torch.isfinite(ours).all()),
-                }
-            )
-        return table
-
-    @torch.inference_mode()
-    def replay_equals_eager(self) -> dict[str, Any]:
+    def replay_equals_eager(self) -> Iterator[Case]:
         """Replays of all budgets in shuffled order, three times over: against the same buffers without a graph."""
         core = self.ready()
         graphs = core._runners["image"].graphs
@@ -271,67 +323,115 @@ class Bench:
         rng, worst, finite, replays = random.Random(2), 0.0, True, 0
         order = [budget for budget in graphs.budgets for _ in range(3)]
         rng.shuffle(order)
-        for turn, budget in enumerate(order):
-            slots = max(1, budget.capacity.slots * rng.choice([10, 7, 9]) // 10)
-            items = core.adapter.sample_items("image", slots, max(1, slots // rng.choice([1, 2])))
-            load = sum((core.describe(item.modality, item.grid).loads["image"] for item in items), Load())
-            if budget.capacity.shortage(load, len(items)) is not None:
-                continue
-            replayed = torch.cat(graphs.run(items, budget.capacity.slots))
-            called = graphs._forward(graphs._captured[budget.capacity.slots].inputs)[: len(replayed)]
-            worst = max(worst, float((replayed.float() - called.float()).abs().max()))
-            finite = finite and bool(torch.isfinite(replayed).all())
-            replays = turn + 1
-        return {"replays": replays, "max_abs_difference": worst, "all_finite": finite}
+        with torch.inference_mode():
+            for budget in order:
+                slots = max(1, budget.capacity.slots * rng.choice([10, 7, 9]) // 10)
+                items = core.adapter.sample_items("image", slots, max(1, slots // rng.choice([1, 2])))
+                if budget.capacity.shortage(self.load(items), len(items)) is not None:
+                    continue
+                replayed = torch.cat(graphs.run(items, budget.capacity.slots))
+                called = graphs._forward(graphs._captured[budget.capacity.slots].inputs)[: len(replayed)]
+                worst = max(worst, float((replayed.float() - called.float()).abs().max()))
+                finite = finite and bool(torch.isfinite(replayed).all())
+                replays += 1
+        yield "all_budgets", {"replays": replays, "max_abs_difference": worst, "all_finite": finite}
 
-    @torch.inference_mode()
-    def profile(self) -> list[dict[str, Any]]:
-        """Kernels by device time: one replay-sized eager pass of 1x1036^2."""
+    def profile(self) -> Iterator[Case]:
+        """Kernels by device time: passes without a graph."""
         from torch.profiler import ProfilerActivity
         from torch.profiler import profile as profiler
 
-        core, items = self.ready(), self.items(1, 1036)
-        run_eager(core.adapter, "image", items)
-        activities = [ProfilerActivity.CPU] if self.tiny else [ProfilerActivity.CUDA]
-        with profiler(activities=activities) as trace:
-            run_eager(core.adapter, "image", items)
-            self.synchronize()
-        key = "self_cpu_time_total" if self.tiny else "self_device_time_total"
-        rows = sorted(trace.key_averages(), key=lambda event: -getattr(event, key))[:15]
-        return [{"kernel": row.key[:90], "calls": row.count, "ms": round(getattr(row, key) / 1e3, 3)} for row in rows]
+        core = self.ready()
+        activity = ProfilerActivity.CUDA if self.on_cuda else ProfilerActivity.CPU
+        key = "self_device_time_total" if self.on_cuda else "self_cpu_time_total"
+        for count, side in ((1, 1036), (1, 224)):
+            items = self.items(count, side)
+            with torch.inference_mode():
+                run_eager(core.adapter, "image", items)
+                self.synchronize()
+                with profiler(activities=[activity]) as trace:
+                    run_eager(core.adapter, "image", items)
+                    self.synchronize()
+            events = sorted(trace.key_averages(), key=lambda event: -getattr(event, key))
+            total = sum(getattr(event, key) for event in events)
+            yield (
+                f"{count}x{side}^2",
+                {
+                    "device_ms": round(total / 1e3, 3),
+                    "top": [
+                        {
+                            "kernel": event.key[:90],
+                            "calls": event.count,
+                            "ms": round(getattr(event, key) / 1e3, 3),
+                            "share": round(getattr(event, key) / total, 3) if total else 0.0,
+                        }
+                        for event in events[:12]
+                    ],
+                },
+            )
 
-    def memory(self) -> dict[str, Any]:
-        """Predicted and measured peak of eager passes."""
-        core, table = self.ready(), {}
-        if self.device.type == "cpu":
-            return {"skipped": "needs a GPU"}
+    def ladders(self) -> Iterator[Case]:
+        """Time and memory of capturing alone, for 1, 2 and 4 budgets per octave in a pool of their own."""
+        core = self.ready()
+        (path,) = (path for path in core.adapter.paths if path.name == "image")
+        for steps in (1, 2, 4):
+            config = replace(self.config, encoder_cudagraph_steps_per_octave=steps)
+            capacities = path_capacities(config, core.adapter, path, core.limit)
+            pool = torch.cuda.graph_pool_handle() if self.on_cuda else None
+            graphs = GraphManager(core.adapter, "image", capacities, capture=self.on_cuda, pool=pool)
+            reserved, started = self.reserved_bytes(), time.perf_counter()
+            graphs.prepare(lambda call: 0.0)
+            seconds = time.perf_counter() - started
+            yield (
+                f"{steps}_per_octave",
+                {
+                    "budgets": [capacity.slots for capacity in capacities],
+                    "capture_s": round(seconds, 2),
+                    "memory_mib": round((self.reserved_bytes() - reserved) / 2**20, 1),
+                    "input_mib": round(graphs.input_bytes / 2**20, 1),
+                },
+            )
+
+    def reserved_bytes(self) -> int:
+        if not self.on_cuda:
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    def memory(self) -> Iterator[Case]:
+        """Predicted and measured peak of passes without a graph."""
+        core = self.ready()
+        if not self.on_cuda:
+            yield "skipped", "needs a GPU"
+            return
         for count, side in ((1, 1036), (4, 1036), (20, 336)):
             items = self.items(count, side)
-            load = sum((core.describe(item.modality, item.grid).loads["image"] for item in items), Load())
             self.synchronize()
             base = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             run_eager(core.adapter, "image", items)
             self.synchronize()
-            table[f"{count}x{side}^2"] = {
-                "predicted_mib": round(core.memory.bytes_of(load) / 2**20, 1) if core.memory else None,
-                "measured_mib": round((torch.cuda.max_memory_allocated() - base) / 2**20, 1),
-            }
-        return table
+            yield (
+                f"{count}x{side}^2",
+                {
+                    "predicted_mib": round(core.memory.bytes_of(self.load(items)) / 2**20, 1) if core.memory else None,
+                    "measured_mib": round((torch.cuda.max_memory_allocated() - base) / 2**20, 1),
+                },
+            )
 
-    def plain_kernels(self) -> list[dict[str, Any]]:
+    def plain_kernels(self) -> Iterator[Case]:
         """The same latency table with plain torch between the products and varlen windows: the kernels' worth."""
         self.core = None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        config = replace(
-            self.config,
-            fused_kernels=False,
-            mm_encoder_attn_backend="sdpa_segments" if self.tiny else "varlen",
-            encoder_cudagraph_steps_per_octave=1,
+        self.reserved_bytes()
+        self.core = self.build(
+            replace(
+                self.config,
+                fused_kernels=False,
+                mm_encoder_attn_backend="varlen" if self.on_cuda else "sdpa_segments",
+                encoder_cudagraph_steps_per_octave=1,
+            )
         )
-        self.core = build_core(config, self.model, TensorWeights(self.state))
-        return self.latency()
+        yield from self.latency()
 
 
 def random_state(vision: dict[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
@@ -400,54 +500,92 @@ def to_tensor(rows: Any) -> torch.Tensor:
 
 
 PARTS = (
+    "parity",
     "setup",
     "latency",
     "mixed",
+    "data_parallel",
+    "transformers",
+    "profile",
     "replay_equals_eager",
     "packing",
-    "parity",
-    "profile",
+    "ladders",
     "memory",
-    "transformers",
     "plain_kernels",
 )
 
 
+class Results:
+    """What was measured so far, on disk after every case."""
+
+    def __init__(self, out: Path, about: dict[str, Any]) -> None:
+        self._out = out
+        self.values: dict[str, Any] = about | {"parts": {}, "seconds": {}}
+        out.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(self, part: str, case: str, value: Any) -> None:
+        self.values["parts"].setdefault(part, {})[case] = value
+        self._save()
+        print(f"{part} {case}: {json.dumps(value)}", flush=True)
+
+    def took(self, part: str, seconds: float) -> None:
+        self.values["seconds"][part] = round(seconds, 1)
+        self._save()
+
+    def _save(self) -> None:
+        unfinished = self._out.with_suffix(".part")
+        unfinished.write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
+        os.replace(unfinished, self._out)
+
+
+def run_part(bench: Bench, part: str, results: Results) -> bool:
+    """False if the part failed; its error is then among its cases. Stops between cases once the time is up."""
+    started = time.perf_counter()
+    try:
+        for case, value in getattr(bench, part)():
+            results.add(part, case, value)
+            if time.perf_counter() > bench.deadline_s:
+                break
+    except Exception as exc:  # the other parts are still worth having
+        results.add(part, "error", {"error": f"{type(exc).__name__}: {exc}", "trace": traceback.format_exc()[-2500:]})
+        return False
+    finally:
+        results.took(part, time.perf_counter() - started)
+    return True
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    began = time.perf_counter()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--seconds", type=float, default=330.0, help="parts not begun by then are skipped")
-    parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--tiny", action="store_true", help="a tiny tower on CPU: does the script run?")
+    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds; no case begins after that")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="a tiny tower and tiny pictures: does the script run?")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    started = time.perf_counter()
-    results: dict[str, Any] = {
-        "command": " ".join(sys.argv),
-        "commit": arguments.commit,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": "cpu" if arguments.tiny else torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    bench = Bench(tiny=arguments.tiny, deadline_s=started + arguments.seconds)
-    failed = 0
+    on_cuda = arguments.device == "cuda"
+    results = Results(
+        arguments.out,
+        {
+            "command": " ".join(sys.argv),
+            "commit": arguments.commit,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if on_cuda else "cpu",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+    )
+    bench = Bench(device=arguments.device, tiny=arguments.tiny, deadline_s=began + arguments.time_limit)
+    failed = []
     for part in arguments.parts.split(","):
-        if time.perf_counter() - started > arguments.seconds:
-            results[part] = {"skipped": "out of time"}
-            continue
-        began = time.perf_counter()
-        try:
-            results[part] = getattr(bench, part)()
-        except Exception as exc:  # the other parts are still worth having
-            failed += 1
-            results[part] = {"error": f"{type(exc).__name__}: {exc}", "trace": traceback.format_exc()[-1500:]}
-        results.setdefault("seconds", {})[part] = round(time.perf_counter() - began, 1)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        print(f"== {part} ({results['seconds'][part]} s)\n{json.dumps(results[part], indent=1)}", flush=True)
-    print(json.dumps({"mixed": results.get("mixed"), "failed_parts": failed}))
+        if time.perf_counter() > bench.deadline_s:
+            results.add(part, "skipped", "out of time")
+        elif not run_part(bench, part, results):
+            failed.append(part)
+    parts = results.values["parts"]
+    print(json.dumps({"latency": parts.get("latency"), "mixed": parts.get("mixed"), "failed": failed}))
     return 1 if failed else 0
 
 

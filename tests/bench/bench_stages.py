@@ -80,7 +80,7 @@ async def hops_ms(application: str, rounds: int) -> dict[str, float]:
 
     preprocessor, encoder = PreprocessorHandle(handle("Preprocessor")), EncoderHandle(handle("VisionEncoder"))
     engine = EngineHandle(handle("LMEngine"))
-    text = PrepareRequest(request_id="hop", prompt=TextPrompt("a"))
+    text = PrepareRequest(request_id="hop", prompt=TextPrompt(text="a"))
     calls: dict[str, Callable[[], Awaitable[object]]] = {
         "hop to the preprocessor": lambda: preprocessor.prepare(text),
         "hop to the encoder": lambda: encoder.encode(EncodeRequest(request_id="hop", items=())),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -14,6 +15,7 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, PercentFormatter
+from PIL import Image
 
 from grafana.promql import fill_variables
 from tests.bench.prometheus_check import GRAFANA, VARIABLES, Prometheus
@@ -32,8 +34,15 @@ def draw_boards(server: Prometheus, folder: Path, *, start: float, end: float) -
         if panels:
             figure = _draw(server, board["title"], panels, start, end)
             drawn.append(folder / f"{path.stem}.png")
-            figure.savefig(drawn[-1], dpi=70)
+            _save(figure, drawn[-1])
     return drawn
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """Small enough for a repository: lines and text need few colours."""
+    data = io.BytesIO()
+    figure.savefig(data, dpi=70)
+    Image.open(data).convert("RGB").quantize(64).save(path, optimize=True)
 
 
 def _draw(server: Prometheus, title: str, panels: list[dict[str, Any]], start: float, end: float) -> Figure:

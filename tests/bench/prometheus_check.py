@@ -2,6 +2,7 @@
 
     python -m tests.bench.prometheus_check                                     synthetic replicas, no application needed
     python -m tests.bench.prometheus_check --target http://127.0.0.1:8000      a running application (send it load)
+    python -m tests.bench.prometheus_check --situations --watch-s 60           an application short of everything
     ... --png FOLDER                                                           also draw every panel (needs matplotlib)
 
 Prometheus runs on loopback with the repository's configuration; only targets, intervals and paths are changed. A query
@@ -301,6 +302,11 @@ def _may_be_empty(result: Result, allowed: Sequence[str]) -> bool:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", help="base URL of a running application (default: synthetic replicas)")
+    parser.add_argument(
+        "--situations",
+        action="store_true",
+        help="start an application with tight budgets, and bring each of its limits about again and again",
+    )
     parser.add_argument("--prometheus", default="prometheus", help="the program (default: %(default)s)")
     parser.add_argument("--watch-s", type=float, default=0, help="keep scraping for so long before asking")
     parser.add_argument("--allow-idle", action="store_true", help="let ratios and quantiles without traffic pass")
@@ -315,7 +321,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if shutil.which(args.prometheus) is None:
         parser.error(f"{args.prometheus} is not installed (Debian: apt-get install prometheus)")
-    with target_or_synthetic(args.target) as target, prometheus(target, args.prometheus) as server:
+    chosen = situations_target() if args.situations else target_or_synthetic(args.target)
+    with chosen as target, prometheus(target, args.prometheus) as server:
         began = time.time()
         time.sleep(args.watch_s)
         results = check_everything(server)
@@ -324,6 +331,40 @@ def main(argv: list[str] | None = None) -> int:
 
             draw_boards(server, args.png, start=began - 5, end=time.time())
     return report(results, allow_idle=args.allow_idle, allow_missing=args.allow_missing)
+
+
+@contextmanager
+def situations_target() -> Iterator[str]:
+    """URL of a real application under a load that brings every forced situation about, as long as the block runs."""
+    from tests.serve.situations import Situations, running_situations
+
+    def load(app: Situations, stop: threading.Event) -> None:
+        steps = (
+            *(
+                app.repeat,
+                app.same_picture_at_once,
+                app.named_picture,
+                app.more_pictures_than_slots,
+                app.more_pictures_than_context,
+                app.more_pixels_than_allowed,
+            ),
+            *(app.long_answers_at_once, app.small_picture, app.broken_picture, app.fetched_picture, app.refused_url),
+            *(app.cancelled, app.shared_hit, app.corrupt_entry, app.redis_killed, app.redis_back, app.completion),
+        )
+        while not stop.is_set():
+            for step in steps:
+                if not stop.is_set():
+                    step()
+
+    with tempfile.TemporaryDirectory(prefix="situations-") as folder, running_situations(Path(folder)) as app:
+        stop = threading.Event()
+        thread = threading.Thread(target=load, args=(app, stop))
+        thread.start()
+        try:
+            yield app.app.url
+        finally:
+            stop.set()
+            thread.join()
 
 
 @contextmanager

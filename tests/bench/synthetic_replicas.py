@@ -28,10 +28,12 @@ VALUES: dict[str, tuple[str, ...]] = {
     "path": ("graph", "static", "eager"),
     "reason": ("slots", "patches", "items", "segments", "frames", "cheaper", "replay_failed"),
     "encoder_graph_replays_total.budget": ("256", "1024", "4096"),
-    "budget": (*get_args(Budget), "rate", "tenant", "queue_wait", "encoder"),
+    "budget": (*get_args(Budget), "rate", "tenant", "queue_wait", "encoder", "item_pixels", "item_bytes"),
     "outcome": get_args(Outcome),
     "media_total.outcome": ("seen", "decoded", "remade"),
     "code": ("unsupported_format", "image_too_large", "invalid_image"),
+    "media_fetches_total.outcome": ("fetched", "refused", "timed_out", "failed"),
+    "cause": ("crashed", "hung"),
     "uuid_bindings_total.result": ("new", "same", "rebound", "refused"),
     "engine_stage_seconds.stage": ("queue", "encode", "prefill", "generation"),
     "encoder_batch_failures_total.kind": ("out_of_memory", "error"),
@@ -52,8 +54,8 @@ def values_of(family: Family, label: str) -> tuple[str, ...] | None:
 
 
 _OWNERS = {
-    "Ingress": ("requests", "request_", "time_to", "inter_token", "tenant_", "budget_rejections"),
-    "Preprocessor": ("media", "uuid_", "cache_", "single_flight"),
+    "Ingress": ("requests", "request_", "time_to", "inter_token", "tenant_", "budget_rejections", "metrics_"),
+    "Preprocessor": ("media", "decode_", "uuid_", "cache_", "single_flight"),
     "VisionEncoder": ("encoder", "cache_", "single_flight"),
     "LMEngine": (
         "scheduler",

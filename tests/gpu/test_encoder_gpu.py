@@ -15,6 +15,7 @@ from deployments.vision_encoder.adapters.qwen_vl import QwenVLAdapter
 from deployments.vision_encoder.attention import SdpaMasked, SdpaSegments
 from deployments.vision_encoder.build import build_core
 from deployments.vision_encoder.config import EncoderConfig
+from deployments.vision_encoder.data_parallel import DataParallelCore
 from deployments.vision_encoder.encoder import EncoderCore
 from deployments.vision_encoder.forward import run_eager
 from deployments.vision_encoder.kernel_choice import choose_attention, choose_ops
@@ -39,6 +40,7 @@ MIXED: list[Want] = [
 
 def make_core(model_type: str, dtype: str = "bfloat16", **options: object) -> EncoderCore:
     config, tower = hf_tower(model_type)
+    device, keep_on_device = options.pop("on", None), bool(options.pop("keep_on_device", False))
     settings: dict[str, object] = {
         "device": "cuda",
         "dtype": dtype,
@@ -52,6 +54,8 @@ def make_core(model_type: str, dtype: str = "bfloat16", **options: object) -> En
         config,
         TensorWeights(tower.state_dict()),
         measure=once,
+        keep_on_device=keep_on_device,
+        device=device,  # type: ignore[arg-type]
     )
 
 
@@ -60,6 +64,9 @@ def once(call: object) -> float:
     call()  # type: ignore[operator]
     torch.cuda.synchronize()
     return 1e-3
+
+
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
 def exact_adapter(model_type: str) -> QwenVLAdapter:
@@ -200,3 +207,47 @@ def test_the_fused_kernels_pass_their_check_on_the_published_shapes(model_type: 
     assert choose_ops(True, shape, torch.bfloat16, device).name == "triton"
     frames, windows = choose_attention("auto", shape, torch.bfloat16, device)
     assert (frames.name, windows.name) == ("varlen", "triton_windows" if shape.window_slots else "varlen")
+
+
+def test_rows_that_stay_on_the_device_are_complete_and_outlive_later_passes() -> None:
+    """As an engine in the same process uses them: read on its own stream, dropped while its work is still queued."""
+    core, exact = make_core("qwen2_5_vl", keep_on_device=True), exact_adapter("qwen2_5_vl")
+    items = random_items(exact, [("image", (1, 16, 16))] * 8)
+    engine_stream = torch.cuda.Stream()
+    sums = []
+    for item in items:
+        (rows,) = core.encode_all([item])
+        assert isinstance(rows, torch.Tensor)
+        with torch.cuda.stream(engine_stream), torch.inference_mode():
+            rows.record_stream(engine_stream)
+            torch.cuda._sleep(20_000_000)  # the engine is behind; meanwhile the encoder goes on
+            sums.append(rows.float().sum(0))
+        del rows
+    torch.cuda.synchronize()
+    for item, total in zip(items, sums, strict=True):
+        (expected,) = run_eager(exact, "image", [item])
+        assert float(torch.cosine_similarity(total.cpu(), expected.sum(0), dim=0)) >= 0.999
+
+
+@two_devices
+def test_a_core_on_the_second_device_captures_and_replays_there() -> None:
+    make_core("qwen2_5_vl")  # torch's defaults now belong to the first device
+    core, exact = make_core("qwen2_5_vl", on=torch.device("cuda", 1)), exact_adapter("qwen2_5_vl")
+    assert core.adapter.device.index == 1
+    items = [item for item in random_items(exact, MIXED) if item.modality == "image"]
+    for item, rows in zip(items, core.encode_all(items), strict=True):
+        (expected,) = run_eager(exact, "image", [item])
+        assert float(torch.cosine_similarity(widen(rows), expected).min()) >= 0.9995
+    assert core.stats.graph_replays
+
+
+@two_devices
+def test_items_spread_over_two_devices_come_back_in_order() -> None:
+    parallel = DataParallelCore([make_core("qwen2_5_vl", on=torch.device("cuda", index)) for index in (0, 1)])
+    exact = exact_adapter("qwen2_5_vl")
+    items = random_items(exact, MIXED * 3)
+    for item, rows in zip(items, parallel.encode_all(items), strict=True):
+        (expected,) = run_eager(exact, item.modality, [item])
+        assert float(torch.cosine_similarity(widen(rows), expected).min()) >= 0.9995
+    assert all(stats.items for stats in parallel.part_stats)
+    parallel.close()

@@ -28,7 +28,7 @@ from deployments.lm_engine.request_stream import fold
 from deployments.lm_engine.sampler import Sample, Sampler, SamplingState
 from deployments.lm_engine.scheduler import Scheduler
 from deployments.lm_engine.tokenizer import TokenDecoder, eos_token_ids, load_tokenizer
-from deployments.messages import GenerateRequest, MediaItem, SamplingParams, SequenceDelta
+from deployments.messages import GenerateRequest, MediaItem, Modality, SamplingParams, SequenceDelta
 
 FINGERPRINT = EncoderFingerprint(model_id="tiny", weights_revision="1", dtype="float32")
 MERGE = 2
@@ -52,7 +52,14 @@ class Picture:
         return torch.randn(self.height * self.width, patch_values, generator=generator)
 
 
-Part = str | Picture
+@dataclass(frozen=True)
+class Clip:
+    """A video of Qwen3-VL, whose temporal steps are items with text between them."""
+
+    steps: tuple[Picture, ...]
+
+
+Part = str | Picture | Clip
 
 
 @dataclass
@@ -66,6 +73,10 @@ class Prompt:
     @property
     def pictures(self) -> list[Picture]:
         return [part for part in self.parts if isinstance(part, Picture)]
+
+    @property
+    def clips(self) -> list[Clip]:
+        return [part for part in self.parts if isinstance(part, Clip)]
 
 
 class TinyVlm:
@@ -82,26 +93,34 @@ class TinyVlm:
 
     def prompt(self, *parts: Part) -> Prompt:
         ids: list[int] = []
-        items = []
+        items: list[MediaItem] = []
         for part in parts:
             if isinstance(part, str):
                 ids += self.tokenizer.encode(part).ids
-                continue
-            ids += self.tokenizer.encode("<|vision_start|>").ids
-            items.append(
-                MediaItem(
-                    modality="image",
-                    identity=ItemIdentity(blake3(repr(part).encode()).digest()),
-                    grid=(1, part.height, part.width),
-                    offset=len(ids),
-                    num_slots=part.num_slots,
-                    num_patches=part.height * part.width,
-                    patches=part,
-                )
-            )
-            ids += [self.hf.config.image_token_id] * part.num_slots
-            ids += self.tokenizer.encode("<|vision_end|>").ids
+            elif isinstance(part, Picture):
+                self._add(part, "image", ids, items)
+            else:
+                for second, step in enumerate(part.steps):
+                    ids += self.tokenizer.encode(f"<{second:.1f} seconds>").ids
+                    self._add(step, "video", ids, items)
         return Prompt(parts, ids, tuple(items))
+
+    def _add(self, picture: Picture, modality: Modality, ids: list[int], items: list[MediaItem]) -> None:
+        ids += self.tokenizer.encode("<|vision_start|>").ids
+        items.append(
+            MediaItem(
+                modality=modality,
+                identity=ItemIdentity(blake3(f"{modality} {picture!r}".encode()).digest()),
+                grid=(1, picture.height, picture.width),
+                offset=len(ids),
+                num_slots=picture.num_slots,
+                num_patches=picture.height * picture.width,
+                patches=picture,
+            )
+        )
+        config = self.hf.config
+        ids += [config.image_token_id if modality == "image" else config.video_token_id] * picture.num_slots
+        ids += self.tokenizer.encode("<|vision_end|>").ids
 
     @torch.no_grad()
     def encode(self, picture: Picture) -> torch.Tensor:
@@ -127,6 +146,14 @@ class TinyVlm:
             inputs["mm_token_type_ids"] = (input_ids == self.hf.config.image_token_id).int()
             inputs["pixel_values"] = torch.cat([picture.pixels(self.patch_values) for picture in prompt.pictures])
             inputs["image_grid_thw"] = torch.tensor([[1, p.height, p.width] for p in prompt.pictures])
+        if prompt.clips:
+            types = inputs.setdefault("mm_token_type_ids", torch.zeros_like(input_ids, dtype=torch.int))
+            inputs["mm_token_type_ids"] = types + 2 * (input_ids == self.hf.config.video_token_id).int()
+            steps = [step for clip in prompt.clips for step in clip.steps]
+            inputs["pixel_values_videos"] = torch.cat([step.pixels(self.patch_values) for step in steps])
+            inputs["video_grid_thw"] = torch.tensor(
+                [[len(clip.steps), clip.steps[0].height, clip.steps[0].width] for clip in prompt.clips]
+            )
         output = self.hf.generate(  # type: ignore[operator]
             **inputs, max_new_tokens=num_tokens, do_sample=False, output_logits=True, return_dict_in_generate=True
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.parity.conftest import MakeVlm
-from tests.parity.rig import Picture, Prompt, Rig, TinyVlm
+from tests.parity.rig import Clip, Picture, Prompt, Rig, TinyVlm
 from tests.tiny_models import FAMILIES, Family, load_hf_model
 
 DEMO_MODEL = Path(__file__).parents[2] / "serve_configs" / "demo_model"
@@ -37,6 +37,22 @@ def test_mixed_batch_with_chunks_that_cut_inside_pictures(
     vlm = make_vlm(family)
     prompts = mixed_prompts(vlm)
     rig = Rig(vlm, max_num_batched_tokens=max_num_batched_tokens, delay_steps=2)
+    for name, prompt in prompts.items():
+        rig.add(name, prompt)
+    rig.run()
+    for name, prompt in prompts.items():
+        rig.assert_equals_generate(name, prompt)
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [256, 7, 1])
+def test_a_video_whose_steps_stand_apart_beside_a_picture(make_vlm: MakeVlm, max_num_batched_tokens: int) -> None:
+    vlm = make_vlm("qwen3_vl")
+    clip = Clip((Picture(6, 4, 8), Picture(7, 4, 8), Picture(8, 4, 8)))
+    prompts = {
+        "video": vlm.prompt("See ", clip, " What happens?"),
+        "both": vlm.prompt(Picture(1), "and", clip, " Compare."),
+    }
+    rig = Rig(vlm, max_num_batched_tokens=max_num_batched_tokens, delay_steps=1)
     for name, prompt in prompts.items():
         rig.add(name, prompt)
     rig.run()

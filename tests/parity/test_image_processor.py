@@ -17,11 +17,13 @@ from tests.unit.preprocessor.pictures import encoded, noise
 ALL_PIXELS = PixelLimits(3136, 16384 * 28 * 28)
 
 
-def processors(resample: str, limits: PixelLimits) -> tuple[MediaProcessor, Qwen2VLImageProcessorPil]:
-    theirs = Qwen2VLImageProcessorPil(min_pixels=limits.min_pixels, max_pixels=limits.max_pixels)
+def processors(
+    resample: str, limits: PixelLimits, patch_size: int = 14
+) -> tuple[MediaProcessor, Qwen2VLImageProcessorPil]:
+    theirs = Qwen2VLImageProcessorPil(min_pixels=limits.min_pixels, max_pixels=limits.max_pixels, patch_size=patch_size)
     family = Qwen2VLFamily(
         geometry=PatchGeometry(
-            patch_size=14,
+            patch_size=patch_size,
             merge_size=2,
             temporal_patch_size=2,
             image_mean=tuple(theirs.image_mean),
@@ -45,7 +47,8 @@ def processed(ours: MediaProcessor, data: bytes, limits: PixelLimits) -> Process
 
 def normalised(patches: np.ndarray, theirs: Qwen2VLImageProcessorPil) -> np.ndarray:
     """uint8 [n, 3 * P * P] -> float32 [n, 3 * 2 * P * P], as the encoder's first projection sees it."""
-    pixels = patches.reshape(len(patches), 3, 1, 14, 14).astype(np.float32) * np.float32(1 / 255)
+    side = theirs.patch_size
+    pixels = patches.reshape(len(patches), 3, 1, side, side).astype(np.float32) * np.float32(1 / 255)
     mean = np.array(theirs.image_mean, np.float32).reshape(1, 3, 1, 1, 1)
     std = np.array(theirs.image_std, np.float32).reshape(1, 3, 1, 1, 1)
     return np.repeat((pixels - mean) / std, 2, axis=2).reshape(len(patches), -1)
@@ -91,3 +94,15 @@ def test_grid_over_many_sizes_without_pixels() -> None:
         if max(width, height) <= 200 * min(width, height):
             layout = ours.layout("image", Inspection(size=(width, height)), options(ALL_PIXELS))
             assert layout.num_patches == theirs.get_number_of_image_patches(height, width), (width, height)
+
+
+def test_patches_of_sixteen_pixels() -> None:
+    """Qwen3-VL uses the same processor with another patch size."""
+    limits = PixelLimits(65_536, 300_000)
+    ours, theirs = processors("pillow", limits, patch_size=16)
+    for seed, (width, height) in enumerate(sizes(12)):
+        image = noise(width, height, seed)
+        picture = processed(ours, encoded(image), limits)
+        expected = theirs(image, return_tensors="np")
+        assert [list(picture.layout.grid)] == expected["image_grid_thw"].tolist(), (width, height)
+        assert np.abs(normalised(picture.patches, theirs) - expected["pixel_values"]).max() <= 1e-6, (width, height)

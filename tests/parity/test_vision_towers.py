@@ -100,3 +100,12 @@ def test_a_still_video_equals_the_picture() -> None:
     still = VisionItem("video", picture.grid, np.repeat(rows, 2, axis=2).reshape(len(rows), -1))
     (a,), (b,) = run_eager(adapter, "image", [picture]), run_eager(adapter, "video", [still])
     torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_steps_of_a_video_apart_equal_the_video_whole() -> None:
+    """Why Qwen3-VL's temporal steps can be items of their own."""
+    adapter, _ = adapter_of("qwen3_vl", SdpaSegments())
+    (video,) = random_items(adapter, [("video", (3, 8, 10))])
+    steps = [VisionItem("video", (1, 8, 10), patches) for patches in np.split(video.patches, 3)]
+    (whole,) = run_eager(adapter, "video", [video])
+    torch.testing.assert_close(torch.cat(run_eager(adapter, "video", steps)), whole, atol=1e-5, rtol=0)

@@ -36,6 +36,7 @@ class AppProcess:
     folder: For the config file and the log.
     args: Merged into `args:` of serve_configs/dev.yaml.
     replicas: Number of replicas by deployment.
+    options: Further options of Serve by deployment.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class AppProcess:
         *,
         args: Mapping[str, Any],
         replicas: Mapping[str, int],
+        options: Mapping[str, Mapping[str, Any]] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         port = free_port()
@@ -54,6 +56,7 @@ class AppProcess:
         application["args"] = _merged(application["args"], args)
         for deployment in application["deployments"]:
             deployment["num_replicas"] = replicas.get(deployment["name"], deployment["num_replicas"])
+            deployment.update((options or {}).get(deployment["name"], {}))
         self.application: str = application["name"]
         self.model: str = application["args"]["served_model_name"]
         path = folder / "serve.yaml"
@@ -86,9 +89,10 @@ class AppProcess:
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOP_TIMEOUT_S)
-        for process in [*own, self._process]:
+        for process in own:
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 process.kill()
+        self._process.kill()
         self._process.wait()
         psutil.wait_procs(own, timeout=10)
 

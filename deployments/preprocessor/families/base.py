@@ -6,6 +6,7 @@ resized pixels ──patchify──▶ uint8 patches, exactly layout.num_patches
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +31,16 @@ class Layout:
     def num_patches(self) -> int:
         time, height, width = self.grid
         return time * height * width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A run of placeholder tokens that stands for a picture, a video, or one temporal step of a video."""
+
+    num_slots: int
+    before: str = ""
+    """Text of the prompt in front of the run; the names of special tokens count as such."""
+    after: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +83,15 @@ class Family(Protocol):
 
     def layout(self, width: int, height: int, limits: PixelLimits, num_frames: int = 1) -> Layout:
         """Size after resizing, grid and slots. Raises MediaError for shapes the family cannot take."""
+
+    def spans(self, layout: Layout, frame_seconds: Sequence[float] = ()) -> tuple[Span, ...]:
+        """How an item stands in the prompt: as one span, or as one for each temporal step of its grid.
+
+        Each span becomes an item of its own, with its share of the patches, frames and grid.
+
+        Args:
+            frame_seconds: Times of a video's frames; empty for pictures.
+        """
 
     def patchify(self, frames: np.ndarray, modality: Modality) -> np.ndarray:
         """Resized frames, uint8 [T, H, W, 3], as uint8 patches in the encoder's order.

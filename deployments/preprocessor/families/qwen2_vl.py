@@ -6,7 +6,7 @@ Patches are ordered block by block, so that the four patches of a merge block ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ import numpy as np
 
 from deployments.checkpoint import CheckpointError, read_json
 from deployments.messages import Modality
-from deployments.preprocessor.families.base import Layout, PatchGeometry
+from deployments.preprocessor.families.base import Layout, PatchGeometry, Span
 from deployments.preprocessor.resize import PixelLimits, smart_resize
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -49,6 +49,9 @@ class Qwen2VLFamily:
             num_slots=grid_t * grid_h * grid_w // g.merge_size**2,
         )
 
+    def spans(self, layout: Layout, frame_seconds: Sequence[float] = ()) -> tuple[Span, ...]:
+        return (Span(num_slots=layout.num_slots),)
+
     def patchify(self, frames: np.ndarray, modality: Modality) -> np.ndarray:
         g = self.geometry
         num_frames, height, width, channels = frames.shape
@@ -65,31 +68,44 @@ class Qwen2VLFamily:
 
 def load_qwen2_vl(folder: Path, config: Mapping[str, Any]) -> Qwen2VLFamily:
     """The family as a checkpoint of type `qwen2_vl` or `qwen2_5_vl` describes it."""
-    processor = read_json(folder, "preprocessor_config.json", default={})
+    geometry, image, video = read_geometry(folder, config, patch_size=14, mean=_CLIP_MEAN, std=_CLIP_STD)
+    return Qwen2VLFamily(
+        geometry=geometry,
+        limits=pixel_limits(image, 56 * 56, 1280 * 28 * 28),
+        frame_limits=pixel_limits(video, 128 * 28 * 28, 768 * 28 * 28),
+        image_token_id=config["image_token_id"],
+        video_token_id=config["video_token_id"],
+    )
+
+
+def read_geometry(
+    folder: Path, config: Mapping[str, Any], *, patch_size: int, mean: tuple[float, ...], std: tuple[float, ...]
+) -> tuple[PatchGeometry, Mapping[str, Any], Mapping[str, Any]]:
+    """(geometry, picture processor's file, video processor's file) of a folder; the arguments fill what is not said.
+
+    Raises:
+        CheckpointError: The picture processor's file and config.json disagree.
+    """
+    image = read_json(folder, "preprocessor_config.json", default={})
     video = read_json(folder, "video_preprocessor_config.json", default={})
     geometry = PatchGeometry(
-        patch_size=processor.get("patch_size", 14),
-        merge_size=processor.get("merge_size", 2),
-        temporal_patch_size=processor.get("temporal_patch_size", 2),
-        image_mean=tuple(processor.get("image_mean", _CLIP_MEAN)),
-        image_std=tuple(processor.get("image_std", _CLIP_STD)),
-        rescale_factor=processor.get("rescale_factor", 1 / 255),
+        patch_size=image.get("patch_size", patch_size),
+        merge_size=image.get("merge_size", 2),
+        temporal_patch_size=image.get("temporal_patch_size", 2),
+        image_mean=tuple(image.get("image_mean", mean)),
+        image_std=tuple(image.get("image_std", std)),
+        rescale_factor=image.get("rescale_factor", 1 / 255),
     )
     vision = config.get("vision_config", {})
     for name, here in (("patch_size", geometry.patch_size), ("spatial_merge_size", geometry.merge_size)):
         there = vision.get(name, here)
         if there != here:
             raise CheckpointError(f"preprocessor_config.json and config.json disagree on {name}: {here} and {there}")
-    return Qwen2VLFamily(
-        geometry=geometry,
-        limits=_limits(processor, 56 * 56, 1280 * 28 * 28),
-        frame_limits=_limits(video, 128 * 28 * 28, 768 * 28 * 28),
-        image_token_id=config["image_token_id"],
-        video_token_id=config["video_token_id"],
-    )
+    return geometry, image, video
 
 
-def _limits(processor: Mapping[str, Any], min_pixels: int, max_pixels: int) -> PixelLimits:
+def pixel_limits(processor: Mapping[str, Any], min_pixels: int, max_pixels: int) -> PixelLimits:
+    """Bounds that a processor's file sets, under its older or newer names; the arguments where it sets none."""
     size = processor.get("size") or {}
     return PixelLimits(
         min_pixels=processor.get("min_pixels") or size.get("shortest_edge") or min_pixels,

@@ -9,10 +9,12 @@ from typing import Any
 from deployments.checkpoint import CheckpointError, read_json
 from deployments.preprocessor.families.base import Family
 from deployments.preprocessor.families.qwen2_vl import load_qwen2_vl
+from deployments.preprocessor.families.qwen3_vl import load_qwen3_vl
 
 _LOADERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Family]] = {
     "qwen2_vl": load_qwen2_vl,
     "qwen2_5_vl": load_qwen2_vl,
+    "qwen3_vl": load_qwen3_vl,
 }
 
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deployments.lm_engine.config import EngineConfig, ModelLimits, SchedulerConfig
 
@@ -73,3 +75,20 @@ def test_all_options_but_the_model_have_defaults() -> None:
     without = [field.name for field in dataclasses.fields(EngineConfig) if field.default is dataclasses.MISSING]
     assert without == ["model"]
     assert SchedulerConfig.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1500))
+def test_every_batch_fits_a_decode_graph_with_little_padding(max_num_seqs: int) -> None:
+    sizes = EngineConfig(model="m", max_num_seqs=max_num_seqs).graph_sizes
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == max_num_seqs
+    for batch in range(1, max_num_seqs + 1):
+        size = next(size for size in sizes if size >= batch)
+        assert size - batch <= max(7, batch // 3)
+
+
+def test_decode_graphs_of_wanted_sizes() -> None:
+    assert EngineConfig(model="m", max_num_seqs=6, cudagraph_capture_sizes=(9, 4, 2)).graph_sizes == (2, 4, 6)
+    with pytest.raises(ValueError, match="cudagraph_capture_sizes"):
+        EngineConfig(model="m", cudagraph_capture_sizes=(0,))

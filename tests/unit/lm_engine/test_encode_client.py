@@ -81,6 +81,13 @@ async def test_items_of_a_sequence_travel_in_one_request() -> None:
     }
 
 
+async def test_a_request_s_trace_context_travels_along() -> None:
+    bench = Bench(trace_context=lambda request_id: {"x-request-id": f"of {request_id}"})
+    bench.client.handle((), (batch(1),))
+    await bench.settle()
+    assert bench.encoder.requests[0].trace_context == {"x-request-id": "of request"}
+
+
 async def test_a_lost_ref_is_asked_for_again_alone() -> None:
     bench = Bench()
     original = bench.store.get

@@ -41,7 +41,9 @@ _TEXT = [
 ] * 8
 
 
-def write_model_folder(folder: Path, *, template: str = TEMPLATE, model_type: str = "qwen2_5_vl") -> Path:
+def write_model_folder(
+    folder: Path, *, template: str = TEMPLATE, model_type: str = "qwen2_5_vl", patch_size: int = 14
+) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,7 +63,7 @@ def write_model_folder(folder: Path, *, template: str = TEMPLATE, model_type: st
             "model_type": model_type,
             "image_token_id": ids["<|image_pad|>"],
             "video_token_id": ids["<|video_pad|>"],
-            "vision_config": {"patch_size": 14, "spatial_merge_size": 2},
+            "vision_config": {"patch_size": patch_size, "spatial_merge_size": 2},
         },
     )
     _write(
@@ -69,7 +71,7 @@ def write_model_folder(folder: Path, *, template: str = TEMPLATE, model_type: st
         {
             "min_pixels": 3136,
             "max_pixels": 16384 * 28 * 28,
-            "patch_size": 14,
+            "patch_size": patch_size,
             "temporal_patch_size": 2,
             "merge_size": 2,
             "image_mean": [0.48145466, 0.4578275, 0.40821073],

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.checkpoint import CheckpointError
-from deployments.preprocessor.families.base import PatchGeometry
+from deployments.preprocessor.families.base import PatchGeometry, Span
 from deployments.preprocessor.families.qwen2_vl import Qwen2VLFamily
+from deployments.preprocessor.families.qwen3_vl import Qwen3VLFamily
 from deployments.preprocessor.families.registry import load_family
 from deployments.preprocessor.resize import PixelLimits
 from tests.unit.preprocessor.model_folder import write_model_folder
@@ -103,3 +104,64 @@ def test_files_that_disagree_are_refused(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"patch_size": 16}))
     with pytest.raises(CheckpointError, match="patch_size"):
         load_family(tmp_path)
+
+
+# -- Qwen3-VL ---------------------------------------------------------------------------------------------------------
+def qwen3_family(folder: Path, video: dict[str, object] | None = None) -> Qwen3VLFamily:
+    write_model_folder(folder, model_type="qwen3_vl", patch_size=16)
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}, "patch_size": 16})
+    )
+    if video is not None:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(video))
+    family = load_family(folder)
+    assert isinstance(family, Qwen3VLFamily)
+    return family
+
+
+def test_qwen3_reads_its_own_numbers(tmp_path: Path) -> None:
+    family = qwen3_family(tmp_path)
+    assert (family.geometry.cell, family.geometry.image_mean, family.revision) == (32, (0.5,) * 3, "qwen3_vl/1")
+    assert family.limits == PixelLimits(65_536, 16_777_216)
+    assert family.frame_limits.max_pixels == 768 * 32 * 32
+    assert family.layout(1024, 1024, family.limits).num_slots == 32 * 32
+
+
+@given(width=st.integers(32, 2000), height=st.integers(32, 2000), num_frames=st.integers(1, 64))
+def test_qwen3_bounds_all_frames_together(width: int, height: int, num_frames: int) -> None:
+    limit = 256 * 32 * 32
+    family = Qwen3VLFamily(
+        geometry=PatchGeometry(
+            patch_size=16, merge_size=2, temporal_patch_size=2, image_mean=(0.5,) * 3, image_std=(0.5,) * 3
+        ),
+        limits=LIMITS,
+        frame_limits=LIMITS,
+        max_video_pixels=limit,
+        image_token_id=7,
+        video_token_id=8,
+    )
+    frame_limits = PixelLimits(32 * 32, 1 << 20)
+    layout = family.layout(width, height, frame_limits, num_frames)
+    if num_frames == 1:
+        assert layout == family.layout(width, height, frame_limits)
+    elif max(width, height) * num_frames * 32 * 32 < min(width, height) * limit:  # no side is clamped to one cell
+        assert layout.resized_height * layout.resized_width * num_frames <= limit
+    spans = family.spans(layout, [index / 2 for index in range(num_frames)])
+    assert len(spans) == layout.grid[0]
+    assert sum(span.num_slots for span in spans) == layout.num_slots
+
+
+def test_qwen3_steps_are_told_apart_by_their_times(tmp_path: Path) -> None:
+    family = qwen3_family(tmp_path)
+    layout = family.layout(64, 64, PixelLimits(1, 64 * 64), 5)
+    spans = family.spans(layout, (0.0, 0.5, 1.0, 1.5, 2.0))
+    assert [span.before for span in spans] == [f"<{t} seconds><|vision_start|>" for t in ("0.2", "1.2", "2.0")]
+    assert {(span.num_slots, span.after) for span in spans} == {(4, "<|vision_end|>")}
+
+
+def test_pictures_and_the_older_families_have_one_span(tmp_path: Path) -> None:
+    family = qwen3_family(tmp_path)
+    layout = family.layout(640, 480, family.limits)
+    assert family.spans(layout) == (Span(num_slots=layout.num_slots),)
+    video = FAMILY.layout(100, 60, LIMITS, 6)
+    assert FAMILY.spans(video, (0.0, 0.5, 1.0, 1.5, 2.0, 2.5)) == (Span(num_slots=video.num_slots),)

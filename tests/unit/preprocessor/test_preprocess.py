@@ -22,6 +22,7 @@ from deployments.messages import ChatPrompt, MediaInput, Modality, PreparedPromp
 from deployments.preprocessor.build import worst_case_item
 from deployments.preprocessor.config import PreprocessorConfig
 from deployments.preprocessor.families.registry import load_family
+from deployments.preprocessor.fetch import FetchStats
 from deployments.preprocessor.media import EncodedMedia, Inspection, MediaOptions, ProcessedMedia
 from deployments.preprocessor.preprocess import PreprocessorCore
 from deployments.preprocessor.processor import MediaProcessor
@@ -30,6 +31,7 @@ from deployments.preprocessor.sources import MediaSources
 from deployments.preprocessor.url_guard import FetchRules, FetchUrl
 from deployments.preprocessor.workers import ThreadWorkers
 from tests.fakes import MemoryObjectStore
+from tests.unit.preprocessor.model_folder import write_model_folder
 from tests.unit.preprocessor.pictures import clip, data_uri, encoded, noise, png_claiming
 
 RED = data_uri(encoded(Image.new("RGB", (100, 60), (220, 30, 30))))
@@ -43,6 +45,7 @@ class ScriptedFetcher:
         self.bodies: dict[str, bytes] = {}
         self.fetched: list[str] = []
         self.cancelled = 0
+        self.stats = FetchStats()
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -493,6 +496,25 @@ async def test_video_as_a_list_of_pictures(stage: Stage) -> None:
     assert np.array_equal(stage.patches(await stage.core.make_patches(repeat)), stage.patches(item.patches))
     backwards = (await stage.prepare(video(frames=frames[::-1]))).items[0]
     assert backwards.identity != item.identity
+
+
+async def test_steps_of_a_video_become_items_of_their_own(tmp_path: Path) -> None:
+    stage = Stage(write_model_folder(tmp_path, model_type="qwen3_vl", patch_size=16))
+    frames = tuple(data_uri(encoded(noise(64, 96, seed))) for seed in range(5))
+    prepared = await stage.prepare(RED, video(frames=frames))
+    _, *steps = prepared.items
+    assert [step.grid for step in steps] == [(1, *steps[0].grid[1:])] * 2
+    assert len({step.identity for step in steps}) == 2
+    pad = prepared.token_ids[steps[0].offset]
+    for step in steps:
+        assert set(prepared.token_ids[step.offset : step.end]) == {pad}
+        assert stage.patches(step.patches).shape == (step.num_patches, 3 * 2 * 16 * 16)
+    assert prepared.token_ids.count(pad) == sum(step.num_slots for step in steps)
+    again = (await stage.prepare(RED, video(frames=frames))).items[1:]
+    for step, repeat in zip(steps, again, strict=True):
+        assert (repeat.patches, repeat.identity, repeat.offset) == (None, step.identity, step.offset)
+        remade = stage.patches(await stage.core.make_patches(repeat))
+        assert np.array_equal(remade, stage.patches(step.patches))
 
 
 async def test_bad_frame_is_refused(stage: Stage) -> None:

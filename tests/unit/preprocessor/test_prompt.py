@@ -7,16 +7,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deployments.errors import ContextLengthError, InvalidRequestError
 from deployments.messages import ChatPrompt, TextPrompt
+from deployments.preprocessor.families.base import Span
 from deployments.preprocessor.families.registry import load_family
 from deployments.preprocessor.prompt import PromptBuilder
 from deployments.preprocessor.tokenizer import AliasedTokenizer
 from tests.unit.preprocessor.model_folder import SPECIALS, write_model_folder
 
 IMAGE = {"type": "image"}
+VIDEO = {"type": "video"}
 TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
 
 
@@ -265,9 +268,27 @@ def test_raw_token_ids(prompts: PromptBuilder, model_folder: Path) -> None:
 # -- expansion --------------------------------------------------------------------------------------------------------
 def test_expansion(prompts: PromptBuilder) -> None:
     token_ids = prompts.encode(chat(user(IMAGE, text("and"), IMAGE)), ["image", "image"])
-    expanded = prompts.expand(token_ids, [3, 5])
+    expanded = prompts.expand(token_ids, [[Span(num_slots=3)], [Span(num_slots=5)]])
     assert len(expanded.token_ids) == len(token_ids) + 2 + 4
-    for offset, slots in zip(expanded.offsets, (3, 5), strict=True):
+    for (offset,), slots in zip(expanded.offsets, (3, 5), strict=True):
         span = expanded.token_ids[offset : offset + slots]
         assert len(set(span)) == 1
         assert expanded.token_ids[offset - 1] != span[0] != expanded.token_ids[offset + slots]
+
+
+def test_expansion_into_several_spans_with_text_between(prompts: PromptBuilder, model_folder: Path) -> None:
+    token_ids = prompts.encode(chat(user(VIDEO, text("and"), IMAGE)), ["video", "image"])
+    steps = [
+        Span(num_slots=2, before=f"<{time} seconds><|vision_start|>", after="<|vision_end|>") for time in ("0.2", "1.2")
+    ]
+    expanded = prompts.expand(token_ids, [steps, [Span(num_slots=3)]])
+    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    pad = "<|video_pad|>"
+    whole = tokenizer.decode(token_ids, skip_special_tokens=False)
+    replacement = "".join(f"{step.before}{pad * step.num_slots}{step.after}" for step in steps)
+    expected = whole.replace(pad, replacement).replace("<|image_pad|>", "<|image_pad|>" * 3)
+    assert list(expanded.token_ids) == tokenizer.encode(expected, add_special_tokens=False).ids
+    for offset in expanded.offsets[0]:
+        assert expanded.token_ids[offset : offset + 2] == (tokenizer.token_to_id(pad),) * 2
+        assert expanded.token_ids[offset + 2] == tokenizer.token_to_id("<|vision_end|>")
+    assert [len(starts) for starts in expanded.offsets] == [2, 1]

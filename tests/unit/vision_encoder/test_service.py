@@ -39,7 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def core(folder: Path) -> EncoderCore:
     torch.set_num_threads(1)
-    return load_core(EncoderConfig(model=str(folder), device="cpu", max_batch_slots=512))
+    core = load_core(EncoderConfig(model=str(folder), device="cpu", max_batch_slots=512))
+    assert isinstance(core, EncoderCore)
+    return core
 
 
 class RemakingPreprocessor:

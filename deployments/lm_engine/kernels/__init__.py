@@ -1,0 +1,1 @@
+"""Triton kernels of the LM engine. Imported only where Triton is installed."""

@@ -1,0 +1,77 @@
+"""The router inside Serve: which replicas it offers, and what it learns from Serve. Replicas are names only."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
+
+from deployments.request_router import AffinityRouter
+from deployments.routing import session_id
+
+DEPLOYMENT = DeploymentID("LMEngine", "sightline")
+
+
+@dataclass(eq=False)
+class Replica:
+    """What the router asks of a RunningReplica."""
+
+    replica_id: ReplicaID
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        return 0
+
+
+@pytest.fixture
+async def router() -> AffinityRouter:
+    router = AffinityRouter(
+        deployment_id=DEPLOYMENT,
+        handle_source=DeploymentHandleSource.REPLICA,
+        self_actor_id="caller",
+        event_loop=asyncio.get_running_loop(),
+        use_replica_queue_len_cache=True,
+    )
+    router.initialize_state(min_bound=2)
+    router.update_replicas([Replica(ReplicaID(name, DEPLOYMENT)) for name in "abcd"])  # type: ignore[list-item]
+    return router
+
+
+def call(session: str) -> Any:
+    metadata = SimpleNamespace(session_id=session, internal_request_id="internal")
+    return SimpleNamespace(metadata=metadata, routing_context=SimpleNamespace(should_backoff=False))
+
+
+async def offered(router: AffinityRouter, session: str) -> list[str]:
+    ranks = await router.choose_replicas(router._replicas_list, call(session))
+    assert all(len(rank) == 1 for rank in ranks)
+    return [rank[0].replica_id.unique_id for rank in ranks]
+
+
+async def test_a_request_is_offered_to_all_until_one_takes_it_and_then_to_that_one(router: AffinityRouter) -> None:
+    ranked = await offered(router, session_id("key", "r"))
+    assert sorted(ranked) == list("abcd")
+    router.on_request_routed(call(session_id("key", "r")), ReplicaID(ranked[1], DEPLOYMENT), None)  # type: ignore[arg-type]
+    assert await offered(router, session_id("", "r")) == [ranked[1]]
+    assert await offered(router, session_id("key")) == ranked
+
+
+async def test_a_replica_above_the_bound_is_offered_last(router: AffinityRouter) -> None:
+    first, *others = await offered(router, session_id("key"))
+    router.on_new_queue_len_info(ReplicaID(first, DEPLOYMENT), 50)
+    assert await offered(router, session_id("key")) == [*others, first]
+
+
+async def test_a_dead_replica_is_left_at_once_by_its_requests_and_its_keys(router: AffinityRouter) -> None:
+    first, second, *_ = await offered(router, session_id("key", "r"))
+    router.on_request_routed(call(session_id("key", "r")), ReplicaID(first, DEPLOYMENT), None)  # type: ignore[arg-type]
+    router.on_replica_actor_died(ReplicaID(first, DEPLOYMENT))
+    assert (await offered(router, session_id("key", "r")))[0] == second
+
+
+async def test_calls_without_a_session_are_offered_somewhere(router: AffinityRouter) -> None:
+    assert sorted(await offered(router, "")) == list("abcd")
+    assert await router.choose_replicas([], call("")) == []
