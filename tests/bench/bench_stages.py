@@ -31,7 +31,7 @@ from ray import serve
 from tqdm import tqdm
 
 from app.serve import LocalServer, load_config
-from deployments.handles import EncoderHandle, EngineHandle, PreprocessorHandle
+from deployments.handles import EngineHandle, PreprocessorHandle
 from deployments.messages import EncodeRequest, PrepareRequest, TextPrompt
 
 CONFIG = Path(__file__).parents[2] / "serve_configs" / "dev.yaml"
@@ -78,12 +78,12 @@ async def hops_ms(application: str, rounds: int) -> dict[str, float]:
     def handle(name: str) -> Any:
         return serve.get_deployment_handle(name, application)
 
-    preprocessor, encoder = PreprocessorHandle(handle("Preprocessor")), EncoderHandle(handle("VisionEncoder"))
+    preprocessor, encoder = PreprocessorHandle(handle("Preprocessor")), handle("VisionEncoder")
     engine = EngineHandle(handle("LMEngine"))
     text = PrepareRequest(request_id="hop", prompt=TextPrompt(text="a"))
     calls: dict[str, Callable[[], Awaitable[object]]] = {
         "hop to the preprocessor": lambda: preprocessor.prepare(text),
-        "hop to the encoder": lambda: encoder.encode(EncodeRequest(request_id="hop", items=())),
+        "hop to the encoder": lambda: encoder.encode.remote(EncodeRequest(request_id="hop", items=())),
         "hop to the engine": lambda: engine.abort("hop"),
     }
     found = {}
