@@ -392,9 +392,12 @@ class PreprocessorCore:
         if loaded.data is None:
             assert loaded.content is not None
             return _Made(loaded.content, loaded.inspection, loaded.layout, None, (), loaded.key)
-        if loaded.content is not None:
+        content = loaded.content
+        if content is None and (learnt := self._aliases.peek((namespace, EncodedDigest(loaded.key)))) is not None:
+            content = learnt.content  # a flight for the same bytes has ended since this request looked
+        if content is not None:
             source = await asyncio.to_thread(self._store.put, loaded.data)
-            return _Made(loaded.content, loaded.inspection, loaded.layout, source, ())
+            return _Made(content, loaded.inspection, loaded.layout, source, ())
         key = (namespace, loaded.key, loaded.options)
         data = loaded.data
         flight = await self._flights.run(key, lambda: self._process(modality, data, loaded, namespace))

@@ -68,9 +68,13 @@ class CountingWorkers(ThreadWorkers):
         self.inspected = self.processed = 0
         self.gate = asyncio.Event()
         self.gate.set()
+        self.held_inspections: list[asyncio.Event] = []
+        """The next inspections each wait for one of these."""
 
     async def inspect(self, modality: Modality, data: EncodedMedia, options: MediaOptions) -> Inspection:
         self.inspected += 1
+        if self.held_inspections:
+            await self.held_inspections.pop().wait()
         return await super().inspect(modality, data, options)
 
     async def process(
@@ -276,6 +280,17 @@ async def test_concurrent_requests_share_one_decode(stage: Stage) -> None:
     assert stage.workers.processed == 1
     assert len({result.items[0].patches for result in results}) == 1
     assert sum(result.cache_results.get("flight:join", 0) for result in results) == 4
+
+
+async def test_a_decode_that_ended_since_the_look_up_is_not_repeated(stage: Stage) -> None:
+    go_on = asyncio.Event()
+    stage.workers.held_inspections.append(go_on)
+    late = asyncio.create_task(stage.prepare(PHOTO))
+    await reached(lambda: stage.workers.inspected == 1)  # it has found no alias
+    first = await stage.prepare(PHOTO)
+    go_on.set()
+    assert (await late).items[0].identity == first.items[0].identity
+    assert stage.workers.processed == 1
 
 
 async def test_cancelled_request_takes_nothing_from_its_neighbour(stage: Stage) -> None:
