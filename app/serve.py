@@ -32,6 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--object-store-mb", type=int, default=512, help="shared-memory store (default: %(default)s MB)"
     )
+    parser.add_argument(
+        "--dashboard", action="store_true", help="start Ray's dashboard, and the agents that export Ray's own metrics"
+    )
     parser.add_argument("--start-timeout-s", type=float, default=300, help="give up after (default: %(default)s s)")
     parser.add_argument("--port", type=int, help="listen on this port instead of the config's")
     parser.add_argument(
@@ -45,7 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as exc:
         log.error("%s", exc)
         return EXIT_BAD_CONFIG
-    server = LocalServer(config, num_cpus=args.num_cpus, object_store_bytes=args.object_store_mb << 20)
+    server = LocalServer(
+        config, num_cpus=args.num_cpus, object_store_bytes=args.object_store_mb << 20, dashboard=args.dashboard
+    )
     return run_until_signalled(server, args.start_timeout_s)
 
 
@@ -86,8 +91,11 @@ class StartError(RuntimeError):
 class LocalServer:
     """A local Ray cluster running one Serve config, from `start()` to `stop()`. One per process."""
 
-    def __init__(self, config: dict[str, Any], *, num_cpus: int, object_store_bytes: int) -> None:
+    def __init__(
+        self, config: dict[str, Any], *, num_cpus: int, object_store_bytes: int, dashboard: bool = False
+    ) -> None:
         self._config = config
+        self._dashboard = dashboard
         self._num_cpus = num_cpus
         self._object_store_bytes = object_store_bytes
         http = config.get("http_options", {})
@@ -104,7 +112,7 @@ class LocalServer:
 
         ray.init(
             num_cpus=self._num_cpus,
-            include_dashboard=False,
+            include_dashboard=self._dashboard,
             object_store_memory=self._object_store_bytes,
             log_to_driver=False,
             namespace="serve",

@@ -307,6 +307,11 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="start an application with tight budgets, and bring each of its limits about again and again",
     )
+    parser.add_argument(
+        "--ray-metrics",
+        action="store_true",
+        help="with --situations: start Ray's metric agents as well, and scrape them",
+    )
     parser.add_argument("--prometheus", default="prometheus", help="the program (default: %(default)s)")
     parser.add_argument("--watch-s", type=float, default=0, help="keep scraping for so long before asking")
     parser.add_argument("--allow-idle", action="store_true", help="let ratios and quantiles without traffic pass")
@@ -321,7 +326,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if shutil.which(args.prometheus) is None:
         parser.error(f"{args.prometheus} is not installed (Debian: apt-get install prometheus)")
-    chosen = situations_target() if args.situations else target_or_synthetic(args.target)
+    chosen = situations_target(args.ray_metrics) if args.situations else target_or_synthetic(args.target)
     with chosen as target, prometheus(target, args.prometheus) as server:
         began = time.time()
         time.sleep(args.watch_s)
@@ -334,7 +339,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 @contextmanager
-def situations_target() -> Iterator[str]:
+def situations_target(ray_metrics: bool) -> Iterator[str]:
     """URL of a real application under a load that brings every forced situation about, as long as the block runs."""
     from tests.serve.situations import Situations, running_situations
 
@@ -356,7 +361,10 @@ def situations_target() -> Iterator[str]:
                 if not stop.is_set():
                     step()
 
-    with tempfile.TemporaryDirectory(prefix="situations-") as folder, running_situations(Path(folder)) as app:
+    with (
+        tempfile.TemporaryDirectory(prefix="situations-") as folder,
+        running_situations(Path(folder), dashboard=ray_metrics) as app,
+    ):
         stop = threading.Event()
         thread = threading.Thread(target=load, args=(app, stop))
         thread.start()

@@ -37,6 +37,7 @@ class AppProcess:
     args: Merged into `args:` of serve_configs/dev.yaml.
     replicas: Number of replicas by deployment.
     options: Further options of Serve by deployment.
+    dashboard: Whether Ray's dashboard and metric agents run as well.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class AppProcess:
         replicas: Mapping[str, int],
         options: Mapping[str, Mapping[str, Any]] | None = None,
         environment: Mapping[str, str] | None = None,
+        dashboard: bool = False,
     ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -62,6 +64,7 @@ class AppProcess:
         path = folder / "serve.yaml"
         path.write_text(yaml.safe_dump(config))
         command = [sys.executable, "-m", "app.serve", str(path), "--port", str(port), "--object-store-mb", "256"]
+        command += ["--dashboard"] if dashboard else []
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(

@@ -46,6 +46,10 @@ ARGS: dict[str, Any] = {
 }
 
 
+SCALED_TO_ONE = {"num_replicas": None, "autoscaling_config": {"min_replicas": 1, "max_replicas": 1}}
+"""Ray exports a target for deployments that scale by themselves only."""
+
+
 class Collector:
     """A little HTTP server: takes OTLP exports, and serves one picture, at /moved.png by a redirect."""
 
@@ -234,12 +238,15 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 @contextmanager
-def _started(folder: Path, args: Mapping[str, Any], tries: int = 3) -> Iterator[AppProcess]:
+def _started(folder: Path, args: Mapping[str, Any], *, dashboard: bool, tries: int = 3) -> Iterator[AppProcess]:
     """Once more where Ray gave up: it allows a node 30 s to start, which a busy machine may need for itself."""
+    options = {"Preprocessor": SCALED_TO_ONE} if dashboard else {}
     with ExitStack() as stack:
         for attempt in range(tries):
             try:
-                app = stack.enter_context(running_app(folder, args=args, replicas={}))
+                app = stack.enter_context(
+                    running_app(folder, args=args, replicas={}, options=options, dashboard=dashboard)
+                )
                 break
             except RuntimeError as error:
                 if attempt == tries - 1 or "timed out during startup" not in str(error):
@@ -248,9 +255,12 @@ def _started(folder: Path, args: Mapping[str, Any], tries: int = 3) -> Iterator[
 
 
 @contextmanager
-def running_situations(folder: Path, telemetry: Mapping[str, Any] | None = None) -> Iterator[Situations]:
+def running_situations(
+    folder: Path, telemetry: Mapping[str, Any] | None = None, *, dashboard: bool = False
+) -> Iterator[Situations]:
     """Args:
     telemetry: Options of that section; `otlp_traces_endpoint` is set here if it is there and empty.
+    dashboard: Whether Ray's dashboard and metric agents run as well.
     """
     options = dict(telemetry or {})
     collector = Collector()
@@ -260,7 +270,7 @@ def running_situations(folder: Path, telemetry: Mapping[str, Any] | None = None)
         with running_server() as valkey:
             redis = {"url": valkey.url, "read_timeout_s": 1.0, "connect_timeout_s": 0.5, "breaker_open_s": 5.0}
             args = {**ARGS, "cache": {"redis": redis}, "telemetry": options}
-            with _started(folder, args) as app:
+            with _started(folder, args, dashboard=dashboard) as app:
                 made = Situations(app, valkey, collector)
                 with made.client:
                     assert made.ask(picture(), text()).status_code == 200
