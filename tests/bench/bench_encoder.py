@@ -569,7 +569,7 @@ def main() -> int:
     results = Results(
         arguments.out,
         {
-            "command": " ".join(sys.argv),
+            "command": " ".join(["python -m tests.bench.bench_encoder", *sys.argv[1:]]),
             "commit": arguments.commit,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if on_cuda else "cpu",

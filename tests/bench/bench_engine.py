@@ -24,6 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -316,10 +317,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a model that runs anywhere, to see that all parts work")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--commit", default="unknown", help="of the tree, for the record (default: %(default)s)")
     options = parser.parse_args(arguments)
     deadline_s = time.perf_counter() + options.time_limit
     bench = Bench(device=options.device, tiny=options.tiny, deadline_s=deadline_s)
     results: dict[str, Any] = {
+        "command": " ".join(["python -m tests.bench.bench_engine", *arguments]),
+        "commit": options.commit,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if bench.on_cuda else platform.processor(),
         "torch": torch.__version__,
         "parts": {},

@@ -1,6 +1,6 @@
 """The whole application as a process of its own, `python -m app.serve`, talked to over HTTP alone.
 
-For tests that need another configuration than the session's server, or that kill replicas.
+For tests that need another configuration than that of the shared `server` fixture, or that kill replicas.
 """
 
 from __future__ import annotations
