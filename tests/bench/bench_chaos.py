@@ -22,14 +22,12 @@ import asyncio
 import contextlib
 import itertools
 import json
-import platform
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +35,7 @@ import httpx
 import psutil
 from tqdm import tqdm
 
+from tests.bench.record import header
 from tests.redis.rig import Server, running_server
 from tests.serve.app_process import AppProcess, running_app
 from tests.serve.examples import Example, load_examples
@@ -241,8 +240,7 @@ def main() -> int:
     for reason, count in reasons.most_common(20):
         print(f"{count:6}  {reason}")
     result = {
-        "bench": "chaos", "date": datetime.now(UTC).date().isoformat(), "machine": platform.processor() or "cpu",
-        "command": " ".join(["python -m tests.bench.bench_chaos", *sys.argv[1:]]),
+        **header("chaos"),
         "requests": len(ended), "outcomes": dict(total), "reasons": dict(reasons.most_common(20)),
         "events": [as_json(event, events[0].at_s) for event in events],
     }  # fmt: skip

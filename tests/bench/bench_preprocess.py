@@ -33,12 +33,12 @@ from deployments.preprocessor.processor import MediaProcessor
 from deployments.preprocessor.resize import PixelLimits
 
 
-def photo_like_jpeg(width: int, height: int) -> bytes:
+def photo_like_jpeg(width: int, height: int, *, seed: int = 7, grain_levels: float = 6.0) -> bytes:
     """Smooth areas, edges and grain, so that the file is as large as a photo's."""
-    rng = np.random.default_rng(7)
+    rng = np.random.default_rng(seed)
     base = Image.fromarray(rng.integers(0, 256, (height // 40, width // 40, 3), dtype=np.uint8))
     smooth = np.asarray(base.resize((width, height), Image.Resampling.BICUBIC), np.float32)
-    grain = rng.normal(0, 6, (height, width, 1)).astype(np.float32)
+    grain = rng.normal(0, grain_levels, (height, width, 1)).astype(np.float32)
     buffer = io.BytesIO()
     Image.fromarray(np.clip(smooth + grain, 0, 255).astype(np.uint8)).save(buffer, "JPEG", quality=85)
     return buffer.getvalue()

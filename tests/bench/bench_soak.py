@@ -14,12 +14,10 @@ import argparse
 import asyncio
 import itertools
 import json
-import platform
 import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ import psutil
 from tqdm import tqdm
 
 from tests.bench.bench_chaos import STAGES, ask
+from tests.bench.record import header
 from tests.serve.app_process import AppProcess, running_app
 from tests.serve.examples import load_examples
 
@@ -127,8 +126,7 @@ def main() -> int:
         memory[name] = {"start_mib": start, "half_mib": half, "end_mib": end, "bytes_per_request": slope}
         print(f"{name:16}{start:9.1f}{half:10.1f}{end:9.1f}{slope:15.0f}")
     result = {
-        "bench": "soak", "date": datetime.now(UTC).date().isoformat(), "machine": platform.processor() or "cpu",
-        "command": " ".join(["python -m tests.bench.bench_soak", *sys.argv[1:]]),
+        **header("soak"),
         "seconds": round(seconds, 1), "outcomes": dict(outcomes), "memory": memory,
     }  # fmt: skip
     print(json.dumps(result))

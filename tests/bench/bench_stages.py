@@ -12,42 +12,33 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import io
 import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import torch
-from PIL import Image
 from ray import serve
 from tqdm import tqdm
 
 from app.serve import LocalServer, load_config
 from deployments.handles import EngineHandle, PreprocessorHandle
 from deployments.messages import EncodeRequest, PrepareRequest, TextPrompt
+from tests.bench.bench_preprocess import photo_like_jpeg
+from tests.bench.record import header
 
 CONFIG = Path(__file__).parents[2] / "serve_configs" / "dev.yaml"
 START_TIMEOUT_S = 240
 WARM_UP = 5
 
 
-def drawn_jpeg(width: int, height: int, seed: int) -> bytes:
-    """A picture that no cache has seen: smooth areas with grain."""
-    rng = np.random.default_rng(seed)
-    base = Image.fromarray(rng.integers(0, 256, (height // 40, width // 40, 3), dtype=np.uint8))
-    smooth = np.asarray(base.resize((width, height), Image.Resampling.BICUBIC), np.float32)
-    noisy = np.clip(smooth + rng.normal(0, 4, (height, width, 1)), 0, 255).astype(np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(noisy).save(buffer, "JPEG", quality=85)
-    return buffer.getvalue()
+def new_jpeg(width: int, height: int, seed: int) -> bytes:
+    """A picture that no cache has seen."""
+    return photo_like_jpeg(width, height, seed=seed, grain_levels=4.0)
 
 
 def ask(client: httpx.Client, model: str, jpeg: bytes, max_tokens: int) -> tuple[float, dict[str, float]]:
@@ -115,8 +106,8 @@ def main() -> int:
         model = application["args"]["served_model_name"]
         with httpx.Client(base_url=server.url, timeout=60) as client:
             for seed in range(WARM_UP):
-                ask(client, model, drawn_jpeg(width, height, seed), args.tokens)
-            pictures = [drawn_jpeg(width, height, 1000 + seed) for seed in range(args.requests)]
+                ask(client, model, new_jpeg(width, height, seed), args.tokens)
+            pictures = [new_jpeg(width, height, 1000 + seed) for seed in range(args.requests)]
             tables = {
                 name: medians([ask(client, model, jpeg, args.tokens) for jpeg in tqdm(pictures, name)], args.tokens)
                 for name in ("new picture", "repeat")
@@ -130,8 +121,7 @@ def main() -> int:
     for hop, ms in hops.items():
         print(f"{hop:26}{ms:14.2f}")
     result = {
-        "bench": "stages", "date": datetime.now(UTC).date().isoformat(), "machine": platform.processor() or "cpu",
-        "torch": torch.__version__, "command": " ".join(["python -m tests.bench.bench_stages", *sys.argv[1:]]),
+        **header("stages"), "torch": torch.__version__,
         "requests": args.requests, "size": args.size, "tokens": args.tokens, "ms": tables, "hop_ms": hops,
     }  # fmt: skip
     print(json.dumps(result))

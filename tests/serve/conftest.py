@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,14 +39,19 @@ class RunningServer:
         return self.url + "/v1"
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    """serve_configs/dev.yaml in this process, so that a test can look into the cluster. Ends with its module, since
-    other modules start clusters of their own."""
-    config = load_config(ROOT / "serve_configs" / "dev.yaml", free_port())
+@contextmanager
+def served(config: dict[str, Any]) -> Iterator[RunningServer]:
+    """A Serve config in this process, so that a test can look into the cluster. One at a time."""
     local = LocalServer(config, num_cpus=8, object_store_bytes=256 << 20)
     local.start(START_TIMEOUT_S)
     try:
         yield RunningServer(local.url, config["applications"][0]["args"]["served_model_name"])
     finally:
         local.stop()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    """serve_configs/dev.yaml. Ends with its module, since other modules start clusters of their own."""
+    with served(load_config(ROOT / "serve_configs" / "dev.yaml", free_port())) as running:
+        yield running

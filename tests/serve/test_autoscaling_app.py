@@ -11,8 +11,8 @@ import httpx
 import pytest
 from ray import serve
 
-from app.serve import LocalServer, load_config
-from tests.serve.conftest import ROOT, START_TIMEOUT_S, RunningServer, free_port
+from app.serve import load_config
+from tests.serve.conftest import ROOT, RunningServer, free_port, served
 
 SEATS = 2
 CLIENTS = 12
@@ -34,12 +34,8 @@ def autoscaled() -> Iterator[RunningServer]:
         "downscale_delay_s": 3,
         "policy": {"policy_function": "deployments.autoscaling:EnginePolicy", "policy_kwargs": {"drain_s": 5}},
     }
-    local = LocalServer(config, num_cpus=8, object_store_bytes=256 << 20)
-    local.start(START_TIMEOUT_S)
-    try:
-        yield RunningServer(local.url, config["applications"][0]["args"]["served_model_name"])
-    finally:
-        local.stop()
+    with served(config) as running:
+        yield running
 
 
 def engines() -> int:

@@ -10,8 +10,7 @@ import pytest
 import yaml
 from ray import serve
 
-from app.serve import LocalServer
-from tests.serve.conftest import ROOT, START_TIMEOUT_S, RunningServer, free_port
+from tests.serve.conftest import ROOT, RunningServer, free_port, served
 from tests.serve.examples import load_examples
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -36,12 +35,8 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def production() -> Iterator[RunningServer]:
     config = small(yaml.safe_load((ROOT / "serve_configs" / "prod.yaml").read_text()))
-    local = LocalServer(config, num_cpus=8, object_store_bytes=256 << 20)
-    local.start(START_TIMEOUT_S)
-    try:
-        yield RunningServer(local.url, config["applications"][0]["args"]["served_model_name"])
-    finally:
-        local.stop()
+    with served(config) as running:
+        yield running
 
 
 def test_it_answers_right_and_every_deployment_runs_at_its_least(production: RunningServer) -> None:
