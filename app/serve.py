@@ -21,6 +21,7 @@ import yaml
 
 EXIT_BAD_CONFIG = 2
 EXIT_START_FAILED = 3
+PROXY_MIDDLEWARES = "app.proxy:middlewares"
 
 log = logging.getLogger("sightline.serve")
 
@@ -108,6 +109,7 @@ class LocalServer:
             StartError: A deployment failed, or `timeout_s` passed.
         """
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH", PROXY_MIDDLEWARES)
         import ray
 
         ray.init(

@@ -7,7 +7,7 @@ without weights (the ingress, the simulator) do not pay for them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,9 +93,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def iter_tensors(
-    folder: Path, prefixes: tuple[str, ...] = ("",), device: str = "cpu"
+    folder: Path,
+    prefixes: tuple[str, ...] = ("",),
+    device: str = "cpu",
+    part_of: Callable[[str, Sequence[int]], tuple[slice, ...] | None] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of every tensor whose name starts with one of `prefixes`, one file at a time.
+
+    Args:
+        part_of: What of a tensor to read, by name and stored shape; the rest never leaves the file. None reads all.
 
     Raises:
         CheckpointError: The folder holds no safetensors file.
@@ -108,5 +114,7 @@ def iter_tensors(
     for path in files:
         with safe_open(str(path), framework="pt", device=device) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
-                if name.startswith(prefixes):
-                    yield name, tensors.get_tensor(name)
+                if not name.startswith(prefixes):
+                    continue
+                part = None if part_of is None else part_of(name, tensors.get_slice(name).get_shape())
+                yield name, tensors.get_tensor(name) if part is None else tensors.get_slice(name)[part]

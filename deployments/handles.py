@@ -3,7 +3,8 @@
 Transport is a choice per handle. Calls that carry refs take Ray's default transport: a ref serialised into a gRPC
 handle's arguments is pinned for ever. Token streams carry no refs and go over gRPC (`_by_reference=False`), which moves
 several times as many items per second. Both must reach the replica that holds the request, so submit, stream and abort
-of one request name it in their session id, and the router (request_router.py) sends them where the first one went.
+of one request name it in their session id, and the router (request_router.py) sends them where the first one went. What
+is generated comes over one more stream per replica, which all requests share (delta_channel.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -22,6 +23,7 @@ from ray import exceptions as ray_exceptions
 from ray.serve import exceptions as serve_exceptions
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+from deployments.delta_channel import DeltaChannels, Inbox
 from deployments.errors import (
     InternalError,
     NotFoundError,
@@ -42,7 +44,7 @@ from deployments.messages import (
     PrepareRequest,
     Ref,
 )
-from deployments.routing import item_key, prompt_key, session_id
+from deployments.routing import item_key, prompt_key, replica_session, session_id
 
 RETRY_AFTER_S = 1.0
 
@@ -206,34 +208,90 @@ class EncoderHandle:
 
 
 class EngineHandle:
-    """ports.LMEngine over a Serve handle whose router keeps a request on one replica."""
+    """ports.LMEngine over a Serve handle whose router keeps a request on one replica.
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    `submit` tells which replica took the request. `stream` is a call that lasts as long as the request and carries
+    nothing: by it Serve counts the request, lets it finish when the replica leaves, and cancels it. Its deltas come
+    over the channel to that replica.
+
+    Args:
+        linger_s: How long a channel stays open without requests.
+    """
+
+    def __init__(self, handle: DeploymentHandle, *, linger_s: float = 1.0) -> None:
         self._handle = handle
+        self._channels = DeltaChannels(self._open_channel, linger_s=linger_s)
+        self._submitted: dict[str, tuple[str, int]] = {}
+        """Replica and number of choices of requests whose stream is not open yet."""
+        self._calls: set[asyncio.Task[None]] = set()
 
     async def submit(self, request: GenerateRequest) -> None:
         with translated("lm_engine.submit"):
             session = session_id(prompt_key(request), request.request_id)
-            await self._handle.options(session_id=session).submit.remote(request)
+            replica = await self._handle.options(session_id=session).submit.remote(request)
+        self._submitted[request.request_id] = replica, request.sampling.n
 
     async def stream(self, request_id: str) -> AsyncIterator[DeltaBatch]:
-        handle = self._handle.options(session_id=session_id("", request_id), stream=True, _by_reference=False)
-        finished = False
-        deltas = cast("DeploymentResponseGenerator[DeltaBatch]", handle.stream.remote(request_id))
+        if request_id not in self._submitted:
+            raise NotFoundError("there is no request with this id, or its stream is being read already")
+        replica, num_choices = self._submitted.pop(request_id)
+        inbox = self._channels.join(replica, request_id, num_choices)
+        call: DeploymentResponseGenerator[None] | None = None
         try:
+            handle = self._handle.options(session_id=session_id("", request_id), stream=True, _by_reference=False)
             with translated("lm_engine.stream"):
-                async for batch in deltas:
-                    yield batch
-            finished = True
-        except NotFoundError as exc:
-            # Replicas came or went since `submit`, so the session is another one's now; the engine that was given the
-            # request ends it, since nobody reads it.
-            raise ReplicaLostError("lm_engine.stream: the session has moved to another replica") from exc
+                call = cast("DeploymentResponseGenerator[None]", handle.stream.remote(request_id, inbox.channel_id))
+            self._follow(call, inbox)
+            async for batch in inbox.read():
+                yield batch
         finally:
-            if not finished:
-                deltas.cancel()
+            inbox.leave()
+            if call is not None and not inbox.is_complete:
+                call.cancel()
 
     async def abort(self, request_id: str) -> None:
+        self._submitted.pop(request_id, None)
         with translated("lm_engine.abort"):
             handle = self._handle.options(session_id=session_id("", request_id), _by_reference=False)
             await handle.abort.remote(request_id)
+
+    @property
+    def num_channels(self) -> int:
+        """Open ones."""
+        return self._channels.num_channels
+
+    async def close(self) -> None:
+        """Close all channels; streams that are being read end as lost."""
+        await self._channels.close()
+
+    def _follow(self, call: DeploymentResponseGenerator[None], inbox: Inbox) -> None:
+        task = asyncio.get_running_loop().create_task(_end_with(call, inbox))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _open_channel(self, replica: str, channel_id: str) -> AsyncGenerator[bytes, None]:
+        handle = self._handle.options(session_id=replica_session(replica), stream=True, _by_reference=False)
+        messages = cast("DeploymentResponseGenerator[bytes]", handle.read_channel.remote(channel_id, replica))
+        try:
+            with translated("lm_engine.read_channel"):
+                async for message in messages:
+                    yield message
+        finally:
+            messages.cancel()
+
+
+async def _end_with(call: DeploymentResponseGenerator[None], inbox: Inbox) -> None:
+    """A request whose call ends badly ends with it. One whose call ends well ends with its last delta, which may still
+    be on its way."""
+    try:
+        with translated("lm_engine.stream"):
+            async for _ in call:
+                pass
+    except NotFoundError:
+        # Replicas came or went since `submit`, so the session is another one's now; the engine that was given the
+        # request ends it, since nobody reads it.
+        inbox.fail(ReplicaLostError("lm_engine.stream: the session has moved to another replica"))
+    except SightlineError as error:
+        inbox.fail(error)
+    except asyncio.CancelledError:
+        inbox.fail(RequestAbortedError("lm_engine.stream: cancelled"))

@@ -65,6 +65,9 @@ FAMILIES: tuple[Family, ...] = (
     Family("encoder_batch_items", "histogram", (), "Items of one forward pass.", BATCH_ITEMS),
     Family("encoder_batch_seconds_total", "counter", ("modality",), "Seconds in forward passes, upload to result."),
     Family("encoder_batch_failures_total", "counter", ("kind",), "Failed passes: out_of_memory or error."),
+    Family("encoder_peak_bytes", "gauge", ("kind",), "Activations of the largest pass so far: predicted, measured."),
+    Family("encoder_graph_bytes", "gauge", (), "Memory of captured graphs, or of static buffers on CPU."),
+    Family("encoder_capture_seconds", "gauge", (), "Seconds that calibration and capture took at start."),
     # LM engine.
     Family("budget_rejections_total", "counter", ("budget", "outcome"), "Denials: deferred to later, or rejected."),
     Family("scheduler_requests", "gauge", ("state",), "Sequences running and waiting."),

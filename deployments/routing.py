@@ -50,6 +50,11 @@ def session_id(key: str, request_id: str = "") -> str:
     return f"{key}{_SEPARATOR}{request_id}"
 
 
+def replica_session(name: str) -> str:
+    """What a handle tells the router of a call that is for one replica and no other."""
+    return f"{_SEPARATOR}{_SEPARATOR}{name}"
+
+
 class HashRing:
     """Args:
     names: Replicas; the order does not matter.
@@ -109,15 +114,18 @@ class Placer:
         """Replicas for a session id, best first; the next one is for when those before it cannot take the call.
 
         A request that has been taken (see `keep`) has only the replica that took it. Others have first those within the
-        bound, clockwise from the key's owner, then those above it.
+        bound, clockwise from the key's owner, then those above it. A call for a replica that is not there any more goes
+        to another one, which must refuse it: a router has no way to.
 
         Args:
             load: What a replica carries now.
         """
         key, _, request_id = session.partition(_SEPARATOR)
-        known = self._sessions.get(request_id)
+        named = _named(session)
+        known = self._sessions.get(request_id) if named is None else named
         if known in self._replicas:
-            self._sessions.move_to_end(request_id)
+            if named is None:
+                self._sessions.move_to_end(request_id)
             return [known]
         loads = {name: load(name) for name in self._replicas}
         if not loads:
@@ -129,11 +137,17 @@ class Placer:
     def keep(self, session: str, name: str) -> None:
         """The replica `name` took a call of this session: later calls of its request go there, too."""
         _, _, request_id = session.partition(_SEPARATOR)
-        if request_id:
+        if request_id and _named(session) is None:
             self._sessions[request_id] = name
             self._sessions.move_to_end(request_id)
             if len(self._sessions) > self._max_sessions:
                 self._sessions.popitem(last=False)
+
+
+def _named(session: str) -> str | None:
+    """The replica that a `replica_session` is for."""
+    marker = _SEPARATOR * 2
+    return session.removeprefix(marker) if session.startswith(marker) else None
 
 
 def _hash(text: str) -> int:

@@ -4,6 +4,7 @@
 3 shims, edge */deployment.py, handles.py, metrics.py, app/ingress.py   below, plus ray, fastapi, prometheus_client
 2 cores       the rest of each stage, app/pipeline.py, app/openai_*     layers 0-1 and their own folder
 1 contracts   messages, ports, errors, checkpoint, cache_service        stdlib, numpy, blake3
+1 arithmetic  fp8, fp8_triton                                           torch, triton
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ EDGE_FILES = {
     "deployments/metrics.py",
     "deployments/colocated.py",
     "deployments/request_router.py",
+    "deployments/lm_engine/gang.py",
 }
 CONTRACTS = {
     "deployments.errors",
     "deployments.messages",
     "deployments.ports",
     "deployments.checkpoint",
+    "deployments.fp8",
+    "deployments.fp8_triton",
     "deployments.work_meter",
 }
 STAGES = ("preprocessor", "vision_encoder", "lm_engine")
@@ -59,6 +63,9 @@ TORCH_FREE = {
             "request",
             "scheduler",
             "simulator",
+            "tensor_parallel/channel",
+            "tensor_parallel/shards",
+            "tensor_parallel/wire",
         )
     ),
 }

@@ -25,10 +25,13 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
-Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+Family = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 FAMILIES: tuple[Family, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Those with dense layers; what holds for them is shown of `qwen3_vl_moe` where experts could matter."""
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -133,7 +136,7 @@ def tiny_config(
     sliding_window: int | None = None,
     num_layers: int = 3,
     max_position_embeddings: int = 4096,
-) -> Qwen2VLConfig | Qwen2_5_VLConfig | Qwen3VLConfig:
+) -> Qwen2VLConfig | Qwen2_5_VLConfig | Qwen3VLConfig | Qwen3VLMoeConfig:
     """Config of the text model [hidden 64, 4 query heads of 16 over 2 KV heads] and a two-block vision tower."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
     text: dict[str, Any] = {
@@ -157,9 +160,9 @@ def tiny_config(
         "vision_end_token_id": ids["<|vision_end|>"],
         "tie_word_embeddings": tie_word_embeddings,
     }
-    if family == "qwen3_vl":
+    if family in ("qwen3_vl", "qwen3_vl_moe"):
         if sliding_window is not None:
-            raise ValueError(f"qwen3_vl has no sliding window: {sliding_window = }")
+            raise ValueError(f"{family} has no sliding window: {sliding_window = }")
         text["head_dim"] = 16
         text["rope_parameters"]["mrope_interleaved"] = True
         text["rope_parameters"]["mrope_section"] = [4, 2, 2]
@@ -175,7 +178,10 @@ def tiny_config(
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0, 1],
         }
-        return Qwen3VLConfig(text_config=text, vision_config=vision, **top)
+        if family == "qwen3_vl":
+            return Qwen3VLConfig(text_config=text, vision_config=vision, **top)
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+        return Qwen3VLMoeConfig(text_config=text, vision_config=vision, **top)
     if sliding_window is not None:
         text |= {
             "use_sliding_window": True,
@@ -211,6 +217,7 @@ _MODEL_CLASSES: dict[Family, type[PreTrainedModel]] = {
     "qwen2_vl": Qwen2VLForConditionalGeneration,
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
     "qwen3_vl": Qwen3VLForConditionalGeneration,
+    "qwen3_vl_moe": Qwen3VLMoeForConditionalGeneration,
 }
 
 
@@ -244,7 +251,7 @@ def _preprocessor_config(family: Family) -> dict[str, Any]:
         "merge_size": 2,
         "temporal_patch_size": 2,
     }
-    if family == "qwen3_vl":
+    if family in ("qwen3_vl", "qwen3_vl_moe"):
         half = [0.5, 0.5, 0.5]
         return config | {"patch_size": 16, "image_mean": half, "image_std": half} | _pixel_bounds(32)
     return (

@@ -1,9 +1,10 @@
 """The engine behind its port: one thread steps, the event loop talks. Knows no RPC framework.
 
     event loop    submit, abort, encoder answers ──inbox──▶   engine thread: commands, then a step, again and again
-                  streams  ◀── one hand-over per step, all requests' deltas at once ──┘
+                  channels ◀── one hand-over per step, all requests' deltas at once ──┘
 
-Only the engine's thread touches the engine. The loop is woken once per step, however many requests it served.
+Only the engine's thread touches the engine. The loop is woken once per step, however many requests it served, and what
+the step made leaves in one message per channel: work per token on the loop would take the engine's thread its time.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from cache_service.identity import EmbeddingIdentity
 from deployments.errors import (
     InternalError,
     InvalidRequestError,
-    NotFoundError,
     NotReadyError,
     SightlineError,
 )
@@ -30,9 +31,9 @@ from deployments.lm_engine.engine import EncodeBatch, Encodes, Engine, Output
 from deployments.lm_engine.engine_stats import EngineStats
 from deployments.lm_engine.grammar import Grammar, GrammarCompiler
 from deployments.lm_engine.plan import EncodeStart
-from deployments.lm_engine.request_stream import RequestStream
+from deployments.lm_engine.request_streams import RequestStreams
 from deployments.lm_engine.stats import SchedulerStats
-from deployments.messages import DeltaBatch, GenerateRequest, SequenceDelta
+from deployments.messages import DeltaBatch, GenerateRequest, GenerationStats
 from deployments.ports import ObjectStore, VisionEncoder
 
 _LOG = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ _MAX_FAULTS_IN_A_ROW = 5
 
 
 class AsyncEngine:
-    """Implements ports.LMEngine.
+    """Implements ports.LMEngine, and `forward` and `read_channel` for callers in other processes.
 
     Args:
         make_engine: Makes the engine, given where its wishes for embeddings go.
@@ -57,6 +58,7 @@ class AsyncEngine:
         grammar_timeout_s: Longest wait for a grammar to be compiled.
         stall_s: Without a step for so long while there is work, the engine counts as stuck.
         open_timeout_s: A stream that nobody opens for so long is aborted.
+        on_thread_start: Called first in the engine's thread.
     """
 
     def __init__(
@@ -72,10 +74,12 @@ class AsyncEngine:
         grammar_timeout_s: float = 5.0,
         stall_s: float = 60.0,
         open_timeout_s: float = 60.0,
+        on_thread_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = make_engine(self)
+        self._on_thread_start = on_thread_start
         self._grammars = grammars
-        self._grammar_timeout_s, self._stall_s, self._open_timeout_s = grammar_timeout_s, stall_s, open_timeout_s
+        self._grammar_timeout_s, self._stall_s = grammar_timeout_s, stall_s
         self._encode_client = EncodeClient(
             encoder,
             store,
@@ -86,7 +90,7 @@ class AsyncEngine:
             trace_context=self.trace_context,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, RequestStream] = {}
+        self._streams = RequestStreams(self._abort_soon, open_timeout_s=open_timeout_s)
         self._calls: set[asyncio.Future[Any]] = set()
         """Callers that wait for the engine's thread."""
         self._compilers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
@@ -126,40 +130,36 @@ class AsyncEngine:
         if self._loop is None or self._closing or not self._thread.is_alive():
             raise NotReadyError("the engine is not running")
         request_id = request.request_id
-        if request_id in self._streams:
-            raise InvalidRequestError("a request with this id is running already", param="request_id")
-        self._streams[request_id] = RequestStream(request.sampling.n, request.trace_context)
+        stream = self._streams.add(request)
         try:
             self._engine.validate(request)
             grammars = await self._compile(request)
             await self._call(lambda: self._engine.add(request, grammars))
         except BaseException:
-            del self._streams[request_id]
-            self._inbox.put(lambda: self._engine.abort(request_id))
+            self._streams.remove(request_id, stream)
+            self._abort_soon(request_id)
             raise
-        self._loop.call_later(self._open_timeout_s, self._drop_unopened, request_id, self._streams[request_id])
+        self._streams.await_reader(request_id, stream)
 
     async def stream(self, request_id: str) -> AsyncGenerator[DeltaBatch, None]:
         """See ports.LMEngine; errors of a sequence are in its last delta."""
-        stream = self._streams.get(request_id)
-        if stream is None or stream.is_open:
-            raise NotFoundError("there is no request with this id, or its stream is being read already")
-        stream.is_open = True
-        try:
-            while not stream.is_drained:
-                yield await stream.read()
-        finally:
-            self._drop(request_id, stream)
+        async with aclosing(self._streams.read(request_id)) as batches:
+            async for batch in batches:
+                yield batch
 
     async def abort(self, request_id: str) -> None:
         """Stop a request; its reader, if any, sees `abort` as finish reason."""
-        stream = self._streams.get(request_id)
-        if stream is None:
-            return
-        stream.end(SequenceDelta(finish_reason="abort"))
-        self._inbox.put(lambda: self._engine.abort(request_id))
-        if not stream.is_open:
-            del self._streams[request_id]
+        if self._streams.end(request_id):
+            self._abort_soon(request_id)
+
+    # -- for callers in other processes --------------------------------------------------------------------------------
+    async def forward(self, request_id: str, channel_id: str) -> tuple[GenerationStats, ...]:
+        """Send an admitted request's deltas over a channel; see RequestStreams."""
+        return await self._streams.forward(request_id, channel_id)
+
+    def read_channel(self, channel_id: str) -> AsyncGenerator[list[tuple[str, DeltaBatch]], None]:
+        """What the requests of a channel gain, step by step; see RequestStreams."""
+        return self._streams.read_channel(channel_id)
 
     # -- operators -----------------------------------------------------------------------------------------------------
     async def stats(self) -> EngineStats:
@@ -176,8 +176,7 @@ class AsyncEngine:
 
     def trace_context(self, request_id: str) -> Mapping[str, str]:
         """As submitted, while the request is known here; else empty."""
-        stream = self._streams.get(request_id)
-        return {} if stream is None else stream.trace_context
+        return self._streams.trace_context(request_id)
 
     @property
     def num_streams(self) -> int:
@@ -209,6 +208,7 @@ class AsyncEngine:
     # -- the engine's thread -------------------------------------------------------------------------------------------
     def _run(self) -> None:
         try:
+            self._on_thread_start()
             self._run_steps()
         except Exception as exc:
             _LOG.exception("the engine's thread ends")
@@ -266,9 +266,7 @@ class AsyncEngine:
     # -- the event loop ------------------------------------------------------------------------------------------------
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.push(output.delta)
+            self._streams.push(output.request_id, output.delta)
 
     async def _call(self, function: Callable[[], _T]) -> _T:
         """Result of a function of the engine's thread, run between two steps."""
@@ -305,23 +303,14 @@ class AsyncEngine:
             message = f"{spec.param}: compiling took longer than {self._grammar_timeout_s:g} s; simplify it"
             raise InvalidRequestError(message, code="grammar_too_complex", param=spec.param) from None
 
-    def _drop(self, request_id: str, stream: RequestStream) -> None:
-        """The reader is done: forget the stream, and abort what still runs."""
-        if self._streams.get(request_id) is stream:
-            del self._streams[request_id]
-        if not stream.is_finished:
-            self._inbox.put(lambda: self._engine.abort(request_id))
-
-    def _drop_unopened(self, request_id: str, stream: RequestStream) -> None:
-        if not stream.is_open:
-            self._drop(request_id, stream)
+    def _abort_soon(self, request_id: str) -> None:
+        self._inbox.put(lambda: self._engine.abort(request_id))
 
     def _end_waiting(self, error: SightlineError) -> None:
         """The engine answers no more: nobody shall wait for it."""
         for future in tuple(self._calls):
             _set_exception(future, error)
-        for stream in self._streams.values():
-            stream.end(SequenceDelta(finish_reason="error", error=error))
+        self._streams.end_all(error)
 
 
 def _set_result(future: asyncio.Future[_T], result: _T) -> None:

@@ -10,6 +10,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 AttentionBackend = Literal["auto", "sdpa", "triton"]
+Quantization = Literal["fp8"]
 
 WATERMARK_FRACTION = 0.01
 """Share of the KV blocks kept free for the growth of running sequences when another one is admitted."""
@@ -100,8 +101,15 @@ class EngineConfig:
     """`dummy` makes random weights of the right shapes."""
     dtype: Dtype = "auto"
     """Precision of weights and KV cache; `auto` is the checkpoint's on a GPU and float32 on the CPU."""
+    quantization: Quantization | None = None
+    """`fp8` turns the layers' weights to 8 bits at start and their products' inputs as they come (W8A8, e4m3, a scale a
+    row), on GPUs of CUDA capability 8.9 and higher with dtype bfloat16. Embedding, head and KV cache stay in `dtype`,
+    as everything does with None."""
     device: Device = "auto"
     """`auto` takes a GPU if there is one."""
+    tensor_parallel_size: int = 1
+    """Devices over which the model is spread, one process each. Must divide its attention heads and MLP width, and
+    divide its KV heads or be a multiple of them."""
     max_model_len: int | None = None
     """Longest prompt plus output in tokens; None takes the model's own."""
     max_num_batched_tokens: int = 8192
@@ -143,16 +151,19 @@ class EngineConfig:
     fuse_layers: bool = True
     """Stack q, k, v and gate, up weights and fuse what runs between them, on GPUs and for known architectures."""
     enforce_eager: bool = False
-    """Never replay decode steps from CUDA graphs."""
+    """Never replay steps from CUDA graphs."""
     cudagraph_capture_sizes: tuple[int, ...] = ()
     """Batch sizes of decode graphs; a step takes the next larger one. Empty picks a ladder up to `max_num_seqs`."""
+    async_scheduling: bool | None = None
+    """Prepare a step while the one before is computed; a sequence that ends has then one row computed in vain. None
+    does so on a GPU. Steps with grammars or penalties wait in any case: their next token depends on the last."""
     seed: int = 0
     """Seed of dummy weights and of requests that bring none."""
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("model must name a folder or a hub id; it is empty")
-        for name in ("max_num_batched_tokens", "max_num_seqs", "block_size"):
+        for name in ("max_num_batched_tokens", "max_num_seqs", "block_size", "tensor_parallel_size"):
             _at_least(getattr(self, name), 1, name)
         for name in ("max_model_len", "num_gpu_blocks_override", "kv_cache_bytes"):
             if getattr(self, name) is not None:
@@ -168,8 +179,16 @@ class EngineConfig:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1; it is {self.gpu_memory_utilization}"
             )
+        if self.quantization not in (None, "fp8"):
+            raise ValueError(f"quantization must be 'fp8' or None; it is {self.quantization!r}")
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ValueError(f"scheduling_policy must be 'fcfs' or 'priority'; it is {self.scheduling_policy!r}")
+
+    @property
+    def mixed_graph_sizes(self) -> tuple[int, ...]:
+        """Rows of the graphs of steps that prefill, ascending. Above, a step computes for longer than it takes to
+        launch."""
+        return (*range(64, 513, 64), *range(640, 1025, 128))
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Decode steps replayed from CUDA graphs, one per batch size. A step pads to the next larger size.
 
     plan ──pack──▶ one pinned transfer ──▶ static ids, slots, lengths, positions, tables ──replay──▶ static logits
+                                            └── ids still pending: from the step before
 
 All graphs record into one memory pool, largest first, so that smaller ones reuse its blocks. A padding row has length
 0 and no slot: it stores nothing, attends to nothing and its logits are not handed out.
@@ -17,8 +18,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from deployments.lm_engine.device_copy import to_device
+from deployments.lm_engine.device_copy import HostStaging, to_device
 from deployments.lm_engine.model import LanguageModel
+from deployments.lm_engine.model_runner import fill_pending
 from deployments.lm_engine.plan import SequenceChunk
 from deployments.lm_engine.triton_attention import DecodeRows, TritonBackend, block_tables
 
@@ -52,9 +54,13 @@ class DecodeGraphs:
         device = model.device
         # Rows start at multiples of 16 bytes, as kernels compiled for aligned pointers expect.
         width = -(-self._sizes[-1] // 16) * 16
-        self._inputs = torch.zeros((_POSITION + self._axes, width), dtype=torch.int32, device=device)
-        self._inputs[_SLOT] = -1
         self._tables = torch.zeros((width, -(-max_blocks // 16) * 16), dtype=torch.int32, device=device)
+        # Where transfers arrive: the inputs, where graphs read them, then as many tables as the step has.
+        num_inputs = (_POSITION + self._axes) * width
+        self._arrived = torch.zeros(num_inputs + self._tables.numel(), dtype=torch.int32, device=device)
+        self._inputs = self._arrived[:num_inputs].view(-1, width)
+        self._inputs[_SLOT] = -1
+        self._staging = HostStaging(self._arrived.numel(), device)
         self._rows = torch.arange(width, dtype=torch.int32, device=device)
         self._capture = capture
         self._replays: dict[int, Callable[[], torch.Tensor]] = {}
@@ -87,30 +93,40 @@ class DecodeGraphs:
         )
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
-        """float32 logits [sampling chunks, vocab_size]; overwritten by the next call."""
+    def run(self, chunks: Sequence[SequenceChunk], previous: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 logits [sampling chunks, vocab_size]; overwritten by the next call. `previous` as in ModelRunner."""
         num = len(chunks)
         size = next(size for size in self._sizes if size >= num)
-        self._inputs.copy_(to_device(self._pack(chunks), self._inputs.device))
-        tables = to_device(block_tables(chunks, self._block_size), self._tables.device)
-        self._tables[:num, : tables.shape[1]].copy_(tables)
+        tables = block_tables(chunks, self._block_size)
+        is_pending = self._send(chunks, tables)
+        if is_pending:
+            fill_pending(self._inputs[_ID, :num], previous)
+        self._tables[:num, : tables.shape[1]].copy_(
+            self._arrived[self._inputs.numel() : self._inputs.numel() + tables.size].view(tables.shape)
+        )
         logits = self._replays[size]()[:num]
         if all(chunk.samples for chunk in chunks):
             return logits
         sampling = np.array([row for row, chunk in enumerate(chunks) if chunk.samples], np.int64)
         return logits[to_device(sampling, logits.device)]
 
-    def _pack(self, chunks: Sequence[SequenceChunk]) -> np.ndarray:
-        packed = np.zeros(self._inputs.shape, np.int32)
+    def _send(self, chunks: Sequence[SequenceChunk], tables: np.ndarray) -> bool:
+        """Transfer a step's inputs; True if some of its ids are pending."""
+        buffer, num, block_size = self._staging.take(), len(chunks), self._block_size
+        packed = buffer[: self._inputs.numel()].reshape(self._inputs.shape)
+        packed.fill(0)
         packed[_SLOT] = -1
-        num, block_size = len(chunks), self._block_size
         packed[_ID, :num] = [chunk.token_ids[0] for chunk in chunks]
         packed[_SLOT, :num] = [
             chunk.block_ids[chunk.start // block_size] * block_size + chunk.start % block_size for chunk in chunks
         ]
         packed[_LENGTH, :num] = [chunk.start + 1 for chunk in chunks]
         packed[_POSITION:, :num] = np.concatenate([chunk.positions for chunk in chunks], axis=1)
-        return packed
+        is_pending = bool(packed[_ID, :num].min() < 0)
+        total = packed.size + tables.size
+        buffer[packed.size : total] = tables.reshape(-1)
+        self._staging.send(self._arrived[:total])
+        return is_pending
 
     def _forward(self, size: int) -> torch.Tensor:
         """float32 logits [size, vocab_size] of the static inputs' first rows."""

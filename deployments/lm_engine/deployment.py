@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from prometheus_client.metrics_core import Metric
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cache_service.identity import EncoderFingerprint
 from deployments import autoscaling
 from deployments.checkpoint import resolve_model
-from deployments.errors import NotReadyError
+from deployments.delta_codec import encode
+from deployments.errors import NotFoundError, NotReadyError
 from deployments.handles import EncoderHandle, RayObjectStore
 from deployments.lm_engine.build import build_engine
 from deployments.lm_engine.config import EngineConfig
 from deployments.lm_engine.engine_stats import EngineStats
+from deployments.lm_engine.gang import Gang
 from deployments.lm_engine.load import EngineLoadMeter
 from deployments.lm_engine.stats import Budget, Outcome
-from deployments.messages import DeltaBatch, GenerateRequest
+from deployments.messages import GenerateRequest, GenerationStats
 from deployments.metrics import ReplicaMetrics, Sample
 from deployments.ports import ObjectStore, VisionEncoder
 from deployments.telemetry import ReplicaTelemetry, StageRecord
@@ -39,7 +42,11 @@ class EngineOptions:
 
 
 class LMEngine:
-    """One engine per replica, on its own thread."""
+    """One engine per replica, on its own thread.
+
+    A request is two calls, `submit` and `stream`, and its deltas come over a third, `read_channel`, which one caller's
+    requests share: Serve's work for each item of a stream is worth a large part of a decode step.
+    """
 
     def __init__(self, options: EngineOptions, encoder: DeploymentHandle) -> None:
         self._setup(options, EncoderHandle(encoder), RayObjectStore())
@@ -47,10 +54,12 @@ class LMEngine:
     def _setup(self, options: EngineOptions, encoder: VisionEncoder, store: ObjectStore) -> None:
         config = options.config
         folder: Path = resolve_model(config.model, config.revision, config_only=config.load_format == "dummy")
+        self._replica: str = serve.get_replica_context().replica_id.unique_id
         self._stats: EngineStats | None = None
         self._telemetry = ReplicaTelemetry(options.telemetry, self._samples, self._read_stats)
         self._observations = EngineObservations(self._telemetry.metrics)
         self._load = EngineLoadMeter(config.max_num_seqs)
+        self._gang = Gang(config, folder) if config.tensor_parallel_size > 1 else None
         self._engine = build_engine(
             config,
             folder,
@@ -59,20 +68,32 @@ class LMEngine:
             fingerprint=options.fingerprint,
             max_item_slots=options.max_item_slots,
             max_item_patches=options.max_item_patches,
+            leader=None if self._gang is None else self._gang.leader,
         )
         self._engine.start()
 
-    async def submit(self, request: GenerateRequest) -> None:
+    async def submit(self, request: GenerateRequest) -> str:
+        """Admit a request; returns which replica this is, for `read_channel`."""
+        self._check_ranks()
         await self._engine.submit(request)
+        return self._replica
 
-    async def stream(self, request_id: str) -> AsyncIterator[DeltaBatch]:
-        # Closed here, not whenever the collector finds it: a cancelled stream must free its blocks at once.
-        context = self._engine.trace_context(request_id)
-        with self._telemetry.stage("lm_engine.generate", context) as record:
-            async with aclosing(self._engine.stream(request_id)) as batches:
-                async for batch in batches:
-                    _note_end(record, batch)
-                    yield batch
+    async def stream(self, request_id: str, channel_id: str) -> AsyncIterator[None]:
+        """Send a request's deltas over a channel. Goes on, without an item, for as long as the request does, so that
+        Serve counts it, waits for it and cancels it as it does with any other call."""
+        with self._telemetry.stage("lm_engine.generate", self._engine.trace_context(request_id)) as record:
+            _note_end(record, await self._engine.forward(request_id, channel_id))
+        yield None  # gRPC does not promise to tell of a stream that ends without an item
+
+    async def read_channel(self, channel_id: str, replica: str) -> AsyncIterator[bytes]:
+        """What a channel's requests gain, encoded by delta_codec; `replica` is what `submit` returned."""
+        if replica != self._replica:
+            raise NotFoundError("this is another replica")
+        # Closed here, not whenever the collector finds it: a cancelled channel must free its requests' blocks at once.
+        async with aclosing(self._engine.read_channel(channel_id)) as steps:
+            async for batches in steps:
+                for message in encode(batches):
+                    yield message
 
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(request_id)
@@ -81,11 +102,17 @@ class LMEngine:
         return await self._engine.reset_prefix_cache()
 
     async def ready(self) -> None:
-        self._engine.check_health()
+        await self.check_health()
 
     async def check_health(self) -> None:
         """Serve replaces the replica if this raises."""
+        self._check_ranks()
         self._engine.check_health()
+
+    def _check_ranks(self) -> None:
+        """Raise ReplicaLostError if this replica has lost one of its ranks: callers go elsewhere."""
+        if self._gang is not None:
+            self._gang.leader.check()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve for the autoscaling policy; empty once the engine has ended."""
@@ -121,14 +148,12 @@ class LMEngine:
             yield from engine_samples(self._stats)
 
 
-def _note_end(record: StageRecord, batch: DeltaBatch) -> None:
-    for delta in batch:
-        if delta.stats is not None:
-            record.stage_seconds = delta.stats.stage_seconds
-            record.fields["prompt_tokens"] = delta.stats.prompt_tokens
-            record.fields["cached_tokens"] = delta.stats.cached_tokens
-            made = int(record.fields.get("completion_tokens", 0))
-            record.fields["completion_tokens"] = made + delta.stats.completion_tokens
+def _note_end(record: StageRecord, choices: Sequence[GenerationStats]) -> None:
+    for stats in choices:
+        record.stage_seconds = stats.stage_seconds
+        record.fields["prompt_tokens"] = stats.prompt_tokens
+        record.fields["cached_tokens"] = stats.cached_tokens
+    record.fields["completion_tokens"] = sum(stats.completion_tokens for stats in choices)
 
 
 class EngineObservations:

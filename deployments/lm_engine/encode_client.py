@@ -165,7 +165,7 @@ class EncodeClient:
             self._start(alone, num_tries)  # one item may be bad: which one?
         else:
             del self._in_flight[start.identity]
-            self._listener.on_encode_failed(start, result)
+            self._listener.on_encode_failed(start, _final(result))
 
     def _in_time(self, batch: EncodeBatch, delay_s: float) -> bool:
         return batch.deadline_s is None or self._clock() + delay_s < batch.deadline_s
@@ -187,3 +187,12 @@ class EncodeClient:
         if tuple(rows.shape) != expected:
             return InternalError(f"the encoder sent embeddings of shape {tuple(rows.shape)}; expected {expected}")
         return Embeddings(rows, answer.dtype)
+
+
+def _final(error: SightlineError) -> SightlineError:
+    """What a request is told. An item that has lost its encoders may be what kills them, so that no other engine shall
+    try it on more of them: a lost replica is tried again by whoever hears of it."""
+    if not isinstance(error, ReplicaLostError):
+        return error
+    message = "The server lost the encoders that worked on a picture of this request."
+    return OverloadedError(message, code="unavailable", retry_after_s=1.0)

@@ -2,6 +2,12 @@
 
 add ─▶ scheduler ─plan─▶ runner ─logits─▶ sampler ─tokens─▶ choices ─deltas─▶ caller
               └─────── encodes to start and cancel ─▶ `encodes`, whose results come back by `put_embedding`
+
+With `overlap` a step is queued on the device before the tokens of the one before are read, so that the device never
+waits for the host:
+
+    device   │ step n        │ step n+1      │ step n+2
+    host      ▲ queue n+1, read n ▲ queue n+2, read n+1
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from deployments.lm_engine.grammar import Grammar
 from deployments.lm_engine.model_runner import ModelRunner
 from deployments.lm_engine.plan import EncodeStart, SampledToken, StepPlan
 from deployments.lm_engine.request import Sequence, SequenceItem
-from deployments.lm_engine.sampler import Sample, Sampler, SamplingState
+from deployments.lm_engine.sampler import PendingSamples, Sample, Sampler, SamplingState
 from deployments.lm_engine.scheduler import FinishDecision, Scheduler
 from deployments.lm_engine.stats import SchedulerStats
 from deployments.lm_engine.stop_checker import TokenStop
@@ -68,13 +74,28 @@ class StepResult:
     """The step raised; what was in it has ended with an error."""
 
 
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that is queued on the device."""
+
+    plan: StepPlan
+    sampling: tuple[Choice, ...]
+    samples: PendingSamples | None
+    """One for each of `sampling`."""
+
+    @property
+    def must_be_read(self) -> bool:
+        """Whether a next step of these sequences needs more of this one than its tokens' place on the device."""
+        return any(choice.sampling.needs_last_token for choice in self.sampling)
+
+
 class Engine:
     """Args:
     make_scheduler: Makes an empty scheduler; called again if a fault has left the present one inconsistent.
     encodes: Told which encodes to start and to cancel.
     fingerprint: Of the encoder whose embeddings this engine pulls; part of every embedding's and KV block's key.
     eos_token_ids: Tokens that end a text.
-    vocab_size: Columns of the model's logits.
+    overlap: Prepare a step while the one before is computed. A sequence that ends then has one row computed in vain.
     clock: Unix time in seconds.
     """
 
@@ -89,6 +110,7 @@ class Engine:
         position_rule: PositionRule,
         fingerprint: EncoderFingerprint,
         eos_token_ids: tuple[int, ...],
+        overlap: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._make_scheduler = make_scheduler
@@ -96,7 +118,8 @@ class Engine:
         self._runner, self._sampler, self._encodes = runner, sampler, encodes
         self._decoder, self._position_rule, self._fingerprint = decoder, position_rule, fingerprint
         self._eos_token_ids = eos_token_ids
-        self._clock = clock
+        self._overlap, self._clock = overlap, clock
+        self._in_flight: _InFlight | None = None
         self._choices: dict[str, Choice] = {}
         """All that have not ended, by sequence id."""
         self._by_request: dict[str, set[str]] = {}
@@ -146,20 +169,44 @@ class Engine:
     # -- one step ------------------------------------------------------------------------------------------------------
     def step(self) -> StepResult:
         """Advance everything that can advance by one step. A fault in it ends the sequences of the step alone."""
-        plan, outputs = StepPlan(), list[Output]()
+        outputs, touched = list[Output](), list[StepPlan]()
+        before = self._in_flight
         try:
             plan = self._scheduler.schedule()
+            touched.append(plan)
             self._request_encodes(plan)
-            logits = self._runner.run(plan)
-            samples = self._sample(plan, logits)
-            tokens, finished = self._advance(samples, outputs)
-            outputs += self._end_late(self._scheduler.update(plan, tokens, finished))
+            queued = self._queue(plan)
+            if before is not None:
+                touched.append(before.plan)
+                self._in_flight = None
+                self._read(before, outputs)
+            self._scheduler.advance(plan)
+            if self._overlap and not queued.must_be_read:
+                self._in_flight = queued
+            else:
+                self._read(queued, outputs)
+            outputs += self._end_late(self._scheduler.take_ended())
         except Exception as exc:
             _LOG.exception("a step failed")
-            self._recover(plan, exc, outputs)
+            self._recover(touched, exc, outputs)
             return StepResult(outputs, idle=False, failed=True)
         self._counters.steps += 1
-        return StepResult(outputs, idle=not plan.chunks)
+        return StepResult(outputs, idle=not plan.chunks and before is None)
+
+    def _queue(self, plan: StepPlan) -> _InFlight:
+        """Queue a step and its sampling on the device."""
+        previous = self._in_flight.samples if self._in_flight is not None else None
+        logits = self._runner.run(plan, None if previous is None else previous.tokens)
+        sampling = tuple(self._choices[chunk.sequence_id] for chunk in plan.chunks if chunk.samples)
+        if not sampling:
+            return _InFlight(plan, (), None)
+        return _InFlight(plan, sampling, self._sampler.draw([choice.sampling for choice in sampling], logits))
+
+    def _read(self, step: _InFlight, outputs: list[Output]) -> None:
+        """Wait for a step that has been advanced, and enter its tokens."""
+        samples = [] if step.samples is None else step.samples.wait()
+        tokens, finished = self._advance(zip(step.sampling, samples, strict=True), outputs)
+        outputs += self._end_late(self._scheduler.resolve(step.plan, tokens, finished))
 
     def _request_encodes(self, plan: StepPlan) -> None:
         """Ask for the plan's embeddings, all of one sequence in one request."""
@@ -176,23 +223,17 @@ class Engine:
             batches.append(EncodeBatch(sequence.request_id, sequence.namespace, sequence.deadline_s, tuple(group)))
         self._encodes.handle(plan.evicted_embeds, tuple(batches))
 
-    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> dict[str, Sample | SightlineError]:
-        """A token, or an error, for each sequence whose chunk samples."""
-        sampling = [chunk.sequence_id for chunk in plan.chunks if chunk.samples]
-        if not sampling:
-            return {}
-        states = [self._choices[sequence_id].sampling for sequence_id in sampling]
-        return dict(zip(sampling, self._sampler.sample(states, logits), strict=True))
-
     def _advance(
-        self, samples: dict[str, Sample | SightlineError], outputs: list[Output]
+        self, samples: Iterable[tuple[Choice, Sample | SightlineError]], outputs: list[Output]
     ) -> tuple[list[SampledToken], dict[str, FinishDecision]]:
         """Append the sampled tokens' deltas to `outputs`; returns the tokens, and which sequences end with theirs."""
         now_s = self._clock()
         tokens: list[SampledToken] = []
         finished: dict[str, FinishDecision] = {}
-        for sequence_id, sample in samples.items():
-            choice = self._choices[sequence_id]
+        for choice, sample in samples:
+            sequence_id = choice.sequence.sequence_id
+            if self._choices.get(sequence_id) is not choice:
+                continue  # it has ended since
             try:
                 if isinstance(sample, SightlineError):
                     raise sample
@@ -253,6 +294,8 @@ class Engine:
 
     def settle(self) -> list[Output]:
         """Called when work has run out, or after a fault outside a step. Starts over if the books do not balance."""
+        if not self.has_work:
+            self._in_flight = None  # all that it was for have been aborted
         try:
             self.check_integrity()
         except AssertionError as exc:
@@ -276,16 +319,17 @@ class Engine:
         wanted = {item.identity for choice in choices for item in choice.sequence.items}
         self._encodes.handle(tuple(wanted), ())
         self._runner.clear_embeddings()
-        self._scheduler = self._make_scheduler()
+        self._scheduler, self._in_flight = self._make_scheduler(), None
         return outputs
 
-    def _recover(self, plan: StepPlan, cause: Exception, outputs: list[Output]) -> None:
-        """End what was in the failed step; start over if what is left is not sound."""
+    def _recover(self, plans: Iterable[StepPlan], cause: Exception, outputs: list[Output]) -> None:
+        """End what was in the steps that a fault has touched; start over if what is left is not sound."""
         self._counters.step_faults += 1
         error = cause if isinstance(cause, SightlineError) else InternalError(f"a step failed: {cause!r}")
         try:
-            assert plan.chunks, "the scheduler itself failed"
-            for chunk in plan.chunks:
+            chunks = [chunk for plan in plans for chunk in plan.chunks]
+            assert chunks, "the scheduler itself failed"
+            for chunk in chunks:
                 choice = self._choices.get(chunk.sequence_id)
                 if choice is not None:
                     outputs.append(self._fail(choice, error))

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from deployments.fp8 import QuantizedRows
 from deployments.lm_engine.attention import AttentionBatch, HeadNorms, Rotary, rms_norm
 
 _LAYERS = frozenset(
@@ -40,6 +41,27 @@ class RowOps(Protocol):
         """silu(gate) * up of the stacked [rows, 2 * width] -> [rows, width]."""
 
 
+class LayerOps(Protocol):
+    """`RowOps` inside a layer: results go to a product, which takes them plain or quantised."""
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | QuantizedRows: ...
+
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor | QuantizedRows]: ...
+
+    def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor | QuantizedRows: ...
+
+
+class Ranks(Protocol):
+    """The gang of which this process holds a share of every layer; see tensor_parallel."""
+
+    rank: int
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place."""
+
+
 class PlainRowOps:
     """`RowOps` in plain torch."""
 
@@ -62,10 +84,14 @@ class PlainRowOps:
 class FusedLayer(nn.Module):
     """One decoder layer; takes the weights out of the library's layer that it replaces."""
 
-    def __init__(self, layer: Any, ops: RowOps) -> None:
+    qkv_proj: nn.Module
+    gate_up_proj: nn.Module
+
+    def __init__(self, layer: Any, ops: LayerOps, ranks: Ranks | None = None) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
-        self._ops = ops
+        self.ops = ops
+        self._ranks = ranks
         self._index: int = attention.layer_idx
         self._head_dim: int = attention.head_dim
         self._num_heads: int = attention.q_proj.out_features // attention.head_dim
@@ -94,7 +120,7 @@ class FusedLayer(nn.Module):
         **unused: Any,
     ) -> torch.Tensor:
         """The library's contract: [1, T, width] in and out."""
-        x, ops = hidden_states[0], self._ops
+        x, ops = hidden_states[0], self.ops
         normed = ops.norm(x, self.input_norm.weight, self.input_norm.variance_epsilon)
         attended = paged.attend_qkv(
             self._index,
@@ -105,11 +131,19 @@ class FusedLayer(nn.Module):
             scale=self._scale,
             sliding_window=self._window,
         )
-        projected = self.o_proj(attended.flatten(1))
+        projected = self._total(self.o_proj(attended.flatten(1)))
         x, normed = ops.add_norm(x, projected, self.post_norm.weight, self.post_norm.variance_epsilon)
         gated = ops.gated_silu(self.gate_up_proj(normed))
+        if self._ranks is not None and self._ranks.rank > 0:
+            return self._total(self.down_proj(gated))[None]  # rank 0 brings x into the sum
         # The sum is this layer's own memory: the product adds to it in place.
-        return x.addmm_(gated, self.down_proj.weight.t())[None]
+        if isinstance(gated, QuantizedRows):
+            return self._total(x.add_(self.down_proj(gated)))[None]
+        return self._total(x.addmm_(gated, self.down_proj.weight.t()))[None]
+
+    def _total(self, part: torch.Tensor) -> torch.Tensor:
+        """Of the products that the ranks of a gang hold parts of."""
+        return part if self._ranks is None else self._ranks.all_reduce(part)
 
 
 class FlatRotary(nn.Module):
@@ -157,11 +191,15 @@ def can_fuse(decoder: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def fuse_layers(decoder: nn.Module, ops: RowOps) -> None:
-    """Replace the layers of a loaded decoder in place, one at a time, so that no second copy of the weights is held."""
+def fuse_layers(decoder: nn.Module, ops: RowOps, ranks: Ranks | None = None) -> None:
+    """Replace the layers of a loaded decoder in place, one at a time, so that no second copy of the weights is held.
+
+    Args:
+        ranks: Of a decoder that has been cut down to one rank's share.
+    """
     layers: nn.ModuleList = decoder.layers  # type: ignore[assignment]
     for index in range(len(layers)):
-        layers[index] = FusedLayer(layers[index], ops)
+        layers[index] = FusedLayer(layers[index], ops, ranks)
     parameters = getattr(decoder.config, "rope_parameters", None) or {}
     decoder.rotary_emb = FlatRotary(decoder.rotary_emb, parameters.get("mrope_section"))  # type: ignore[arg-type]
     decoder.norm = FusedNorm(decoder.norm, ops)

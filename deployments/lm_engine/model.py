@@ -15,11 +15,16 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, PretrainedConfig
 
 from deployments.checkpoint import CheckpointError
+from deployments.fp8 import Fp8Ops
 from deployments.lm_engine.attention import AttentionBatch
 from deployments.lm_engine.families.positions import PositionRule
 from deployments.lm_engine.families.registry import family_of
 from deployments.lm_engine.fused_layers import RowOps, can_fuse, fuse_layers
 from deployments.lm_engine.kv_tensors import KVLayout
+from deployments.lm_engine.quantization import quantize_layers
+from deployments.lm_engine.tensor_parallel.group import TensorParallelGroup
+from deployments.lm_engine.tensor_parallel.layers import Share, leave_biases_to_rank_0, shard_model
+from deployments.lm_engine.tensor_parallel.shards import DecoderShape, Shards
 from deployments.lm_engine.weights import dummy_weights, load_weights, meta_buffers
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -62,11 +67,15 @@ class LanguageModel(nn.Module):
     Args:
         model: The decoder, of the library's class for the text config.
         config: The checkpoint's whole config.
+        share: Which part of it this is, where it is spread over ranks.
     """
 
-    def __init__(self, model: nn.Module, lm_head: nn.Linear, config: PretrainedConfig) -> None:
+    def __init__(
+        self, model: nn.Module, lm_head: nn.Linear, config: PretrainedConfig, share: Share | None = None
+    ) -> None:
         super().__init__()
         self.model, self.lm_head = model, lm_head
+        self._share = share
         options = config.to_dict()
         family = family_of(options)
         text = config.get_text_config()
@@ -92,21 +101,28 @@ class LanguageModel(nn.Module):
 
     @property
     def num_heads(self) -> int:
-        return self._text_config.num_attention_heads
+        """Query heads of this rank."""
+        return self._text_config.num_attention_heads if self._share is None else self._share.shards.num_heads
 
     def fuse(self, ops: RowOps) -> bool:
         """Put fused layers in the place of the library's; False, and nothing done, for an architecture without them."""
         if not can_fuse(self.model):
             return False
-        fuse_layers(self.model, ops)
+        fuse_layers(self.model, ops, None if self._share is None else self._share.group)
         return True
 
+    def quantize(self, ops: Fp8Ops) -> int:
+        """Put 8-bit products in the place of the layers' own, after `fuse` if that is wanted; returns how many."""
+        return quantize_layers(self.model, ops)
+
     def kv_layout(self, block_size: int) -> KVLayout:
+        """Of this rank's KV heads."""
         text = self._text_config
         heads = text.num_attention_heads
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
         return KVLayout(
             num_layers=text.num_hidden_layers,
-            num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            num_kv_heads=kv_heads if self._share is None else self._share.shards.num_kv_heads,
             head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
             block_size=block_size,
             dtype=self.dtype,
@@ -148,7 +164,7 @@ class LanguageModel(nn.Module):
         return output.last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden_size] -> [rows, vocab_size]."""
+        """[rows, hidden_size] -> [rows, vocab_size]; on a rank other than 0 anything of as many rows."""
         return self.lm_head(hidden)
 
 
@@ -158,11 +174,16 @@ def load_language_model(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     load_format: LoadFormat = "auto",
+    group: TensorParallelGroup | None = None,
 ) -> LanguageModel:
     """The language model of a folder; its vision tower is neither built nor read.
 
+    Args:
+        group: Ranks to spread it over: each builds and reads its share alone. None for one device.
+
     Raises:
         CheckpointError: A family that is not served, or weights that do not fit the config.
+        ValueError: The model cannot be spread over so many ranks.
     """
     config = AutoConfig.from_pretrained(folder)
     text = config.get_text_config()
@@ -170,12 +191,17 @@ def load_language_model(
     with torch.device("meta"):
         body = AutoModel.from_config(text, dtype=dtype, attn_implementation=_ATTENTION_NAME)
         head = nn.Linear(text.hidden_size, text.vocab_size, bias=False, dtype=dtype)
-    module = LanguageModel(body, head, config).eval()
-    tied = bool(config.tie_word_embeddings)
+    share = None if group is None else Share(group, Shards(DecoderShape.of(text.to_dict()), group.rank, group.size))
+    if share is not None:
+        head = shard_model(body, head, share)
+    module = LanguageModel(body, head, config, share).eval()
+    tied, shards = bool(config.tie_word_embeddings), None if share is None else share.shards
     if load_format == "dummy":
-        dummy_weights(module, device=target, dtype=dtype, tied=tied, std=text.initializer_range)
+        dummy_weights(module, device=target, dtype=dtype, tied=tied, std=text.initializer_range, shards=shards)
     else:
-        load_weights(module, folder, device=target, dtype=dtype, tied=tied)
+        load_weights(module, folder, device=target, dtype=dtype, tied=tied, shards=shards)
+    if share is not None:
+        leave_biases_to_rank_0(body, share)
     _fill_buffers(module, target)
     return module
 

@@ -23,8 +23,18 @@ class DecodeReplay(Protocol):
     def fits(self, chunks: Sequence[SequenceChunk]) -> bool:
         """Whether `run` can take these chunks."""
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
-        """float32 logits [sampling chunks, vocab_size], valid until the next call."""
+    def run(self, chunks: Sequence[SequenceChunk], previous: torch.Tensor | None) -> torch.Tensor:
+        """float32 logits [sampling chunks, vocab_size], valid until the next call; `previous` as in ModelRunner."""
+
+
+class MixedReplay(Protocol):
+    """Runs steps of any chunks faster than the eager pass; see mixed_graphs.MixedGraphs."""
+
+    def fits(self, chunks: Sequence[SequenceChunk]) -> bool:
+        """Whether `run` can take these chunks."""
+
+    def run(self, chunks: Sequence[SequenceChunk], hidden: torch.Tensor) -> torch.Tensor:
+        """From input embeddings [T, hidden_size] to what the head reads, alike; valid until the next call."""
 
 
 class ModelRunner:
@@ -33,7 +43,7 @@ class ModelRunner:
     Args:
         backend: Attention over the KV pools that the plans' block ids index.
         embeds: Where item embeddings lie; the runner drops what a plan evicts before anything new is put.
-        decodes: Takes the steps that fit it; None runs all eagerly.
+        decodes, mixed: Take the steps that fit them, decodes first; the others run eagerly.
     """
 
     def __init__(
@@ -42,8 +52,10 @@ class ModelRunner:
         backend: AttentionBackend,
         embeds: EmbedStore,
         decodes: DecodeReplay | None = None,
+        mixed: MixedReplay | None = None,
     ) -> None:
-        self._model, self._backend, self._embeds, self._decodes = model, backend, embeds, decodes
+        self._model, self._backend, self._embeds = model, backend, embeds
+        self._decodes, self._mixed = decodes, mixed
 
     @property
     def embed_width(self) -> int:
@@ -80,28 +92,37 @@ class ModelRunner:
         self._embeds.put(identity, embeddings.to(self._model.device, self._model.dtype))
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> torch.Tensor:
-        """Advance all chunks.
+    def run(self, plan: StepPlan, previous: torch.Tensor | None = None) -> torch.Tensor:
+        """Advance all chunks; only queues the work where the device works by itself.
+
+        Args:
+            previous: int64 [rows], the tokens that the step before drew; the plan's pending tokens point into them.
 
         Returns:
             float32 logits [sampling chunks, vocab_size], in the plan's order; valid until the next call.
 
         Raises:
-            InternalError: The plan uses an embedding that is not resident.
+            InternalError: The plan uses an embedding that is not resident, or a pending token that was never drawn.
         """
         self._embeds.drop(plan.evicted_embeds)
         if not plan.chunks:
             return torch.empty(0, self._model.vocab_size)
         if self._decodes is not None and self._decodes.fits(plan.chunks):
-            return self._decodes.run(plan.chunks)
+            return self._decodes.run(plan.chunks, previous)
         token_ids = np.concatenate([np.asarray(chunk.token_ids, np.int64) for chunk in plan.chunks])
-        positions = np.concatenate([chunk.positions for chunk in plan.chunks], axis=1).astype(np.int64)
         # All copies go first: one that had to wait for the pass would hold up the host.
         sampling_rows = self._to_device(_sampling_rows(plan.chunks))
-        hidden = self._model.embed_tokens(self._to_device(token_ids))
+        ids = self._to_device(token_ids)
+        if token_ids.min() < 0:
+            fill_pending(ids, previous)
+        hidden = self._model.embed_tokens(ids)
         visual_rows, deepstack = self._splice(hidden, plan.chunks)
-        batch = self._backend.prepare(plan.chunks)
-        hidden = self._model(hidden, self._to_device(positions), batch, visual_rows, deepstack)
+        if self._mixed is not None and self._mixed.fits(plan.chunks):
+            hidden = self._mixed.run(plan.chunks, hidden)
+        else:
+            positions = np.concatenate([chunk.positions for chunk in plan.chunks], axis=1).astype(np.int64)
+            batch = self._backend.prepare(plan.chunks)
+            hidden = self._model(hidden, self._to_device(positions), batch, visual_rows, deepstack)
         return self._model.logits(hidden[sampling_rows]).float()
 
     def _splice(
@@ -136,6 +157,13 @@ class ModelRunner:
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return to_device(array, self._model.device)
+
+
+def fill_pending(ids: torch.Tensor, previous: torch.Tensor | None) -> None:
+    """Put the tokens that the step before drew in the places of `ids` that stand for them (plan.pending_token)."""
+    if previous is None:
+        raise InternalError("the step plan uses tokens of a step that drew none")
+    ids.copy_(torch.where(ids < 0, previous[(-1 - ids).clamp_min(0)], ids))
 
 
 def _sampling_rows(chunks: Iterable[SequenceChunk]) -> np.ndarray:

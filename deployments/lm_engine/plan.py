@@ -20,6 +20,14 @@ from cache_service.identity import EmbeddingIdentity
 from deployments.messages import MediaItem
 
 
+def pending_token(row: int) -> int:
+    """Stands for a token that the step before drew and the host does not know yet: that step's sampling row `row`.
+
+    Negative, so that no token id can be mistaken for one; -1 - value gives the row back.
+    """
+    return -1 - row
+
+
 @dataclass(frozen=True, slots=True)
 class EmbedSlice:
     """Rows of a resident embedding that overwrite token embeddings of a chunk."""

@@ -94,7 +94,9 @@ class Sequence:
     # How far it is: filled by the scheduler.
     status: SequenceStatus = SequenceStatus.WAITING
     token_ids: list[int] = field(init=False)
-    """Prompt, then output."""
+    """Prompt, then output. The last one may still be on its way from the device: then it is `pending_token(row)`."""
+    token_limit: int = field(init=False)
+    """Tokens, prompt and output, that it has at most."""
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache when the sequence first ran."""
@@ -123,6 +125,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.token_limit = len(self.token_ids) + self.max_tokens
 
     @property
     def num_prompt_tokens(self) -> int:

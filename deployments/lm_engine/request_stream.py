@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from deployments.messages import SequenceDelta
+from deployments.messages import GenerationStats, SequenceDelta
 
 
 class RequestStream:
@@ -22,6 +22,10 @@ class RequestStream:
         self._unfinished = set(range(num_choices))
         self._pending: dict[int, list[SequenceDelta]] = {}
         self._arrived = asyncio.Event()
+        self.on_arrival: Callable[[], None] | None = None
+        """Called for each delta instead of waking `read`."""
+        self.stats: list[GenerationStats] = []
+        """Of the choices that have ended."""
         self.is_open = False
         """A reader has taken the stream; there can be only one."""
 
@@ -35,6 +39,10 @@ class RequestStream:
         """Finished, and nothing left to read."""
         return not (self._unfinished or self._pending)
 
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
     def push(self, delta: SequenceDelta) -> None:
         """Add a delta; those of a choice that has ended are dropped."""
         if delta.index not in self._unfinished:
@@ -42,7 +50,12 @@ class RequestStream:
         self._pending.setdefault(delta.index, []).append(delta)
         if delta.finish_reason is not None:
             self._unfinished.discard(delta.index)
-        self._arrived.set()
+        if delta.stats is not None:
+            self.stats.append(delta.stats)
+        if self.on_arrival is None:
+            self._arrived.set()
+        else:
+            self.on_arrival()
 
     def end(self, template: SequenceDelta) -> None:
         """End every unfinished choice with `template`'s reason and error."""
@@ -50,9 +63,13 @@ class RequestStream:
             self.push(SequenceDelta(index=index, finish_reason=template.finish_reason or "error", error=template.error))
 
     async def read(self) -> tuple[SequenceDelta, ...]:
-        """Everything since the last call, one delta per choice, in order of choices; waits until there is something."""
+        """`take`, once there is something."""
         await self._arrived.wait()
         self._arrived.clear()
+        return self.take()
+
+    def take(self) -> tuple[SequenceDelta, ...]:
+        """Everything since the last call, one delta per choice, in order of choices."""
         pending, self._pending = self._pending, {}
         return tuple(fold(pending[index]) for index in sorted(pending))
 

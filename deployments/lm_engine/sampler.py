@@ -8,19 +8,21 @@ The order of steps is vLLM's, so that equal options mean equal things:
 
 A draw is the argmax of p / e with e ~ Exp(1) (the Gumbel-max trick), which needs no host synchronisation. A sequence
 with a seed draws e from a generator of its own, so its tokens do not depend on who else is in the batch.
+
+Nothing here waits for the device but `PendingSamples.wait`, so that the next step can be prepared meanwhile.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from deployments.errors import InternalError, SightlineError
-from deployments.lm_engine.device_copy import to_device
+from deployments.lm_engine.device_copy import HostCopy, to_device
 from deployments.lm_engine.grammar import Grammar, apply_masks, new_masks
 from deployments.lm_engine.penalties import Edit, PenaltyRow, TokenCounts, apply_edits, apply_penalties
 from deployments.messages import SamplingParams
@@ -59,6 +61,7 @@ class SamplingState:
         "counts",
         "generator",
         "grammar",
+        "num_drawn_tokens",
         "num_output_tokens",
         "params",
     )
@@ -76,17 +79,24 @@ class SamplingState:
         self.params, self.grammar = params, grammar
         self.banned_ids = tuple(banned_ids)
         self.num_output_tokens = 0
+        self.num_drawn_tokens = 0
+        """Output tokens, and the one that is drawn but has not come back from the device yet."""
         penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
         self.counts = TokenCounts(prompt_token_ids) if penalised else None
         self.generator: torch.Generator | None = None
         if params.seed is not None:
             self.generator = torch.Generator(device).manual_seed(_choice_seed(params.seed, choice))
 
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether the next token can be drawn only once the host knows the last one."""
+        return self.grammar is not None or self.counts is not None
+
     def edits(self, row: int) -> list[Edit]:
         """Bans and biases of the next token."""
         edits = []
         # A grammar knows when its text may end; banning the end there could leave no token at all.
-        if self.num_output_tokens < self.params.min_tokens and self.grammar is None:
+        if self.num_drawn_tokens < self.params.min_tokens and self.grammar is None:
             edits.append(Edit(row, self.banned_ids, (_NEGATIVE_INFINITY,) * len(self.banned_ids)))
         if self.params.logit_bias:
             ids, values = zip(*self.params.logit_bias, strict=True)
@@ -102,8 +112,25 @@ class SamplingState:
     def accept(self, token_id: int) -> None:
         """Take note of a sampled token."""
         self.num_output_tokens += 1
+        self.num_drawn_tokens = max(self.num_drawn_tokens, self.num_output_tokens)
         if self.counts is not None:
             self.counts.add(token_id)
+
+
+class PendingSamples:
+    """The tokens of one step, drawn on the device and on their way to the host.
+
+    Args:
+        tokens: int64 [rows] on the device.
+        read: Waits, and answers for each row.
+    """
+
+    def __init__(self, tokens: torch.Tensor, read: Callable[[], list[Sample | SightlineError]]) -> None:
+        self.tokens, self._read = tokens, read
+
+    def wait(self) -> list[Sample | SightlineError]:
+        """The next token of each row, or what went wrong with that row alone. Called once."""
+        return self._read()
 
 
 class Sampler:
@@ -114,9 +141,13 @@ class Sampler:
     def __init__(self, *, seed: int = 0, device: torch.device | str = "cpu") -> None:
         self._shared = torch.Generator(device).manual_seed(seed)
 
-    @torch.inference_mode()
     def sample(self, states: Sequence[SamplingState], logits: torch.Tensor) -> list[Sample | SightlineError]:
-        """The next token of each sequence, or what went wrong with that sequence alone.
+        """`draw`, and wait for it."""
+        return self.draw(states, logits).wait()
+
+    @torch.inference_mode()
+    def draw(self, states: Sequence[SamplingState], logits: torch.Tensor) -> PendingSamples:
+        """Draw the next token of each sequence; what breaks one sequence's draw is that sequence's error alone.
 
         Args:
             logits: float32 [len(states), vocab_size]; not changed.
@@ -124,14 +155,21 @@ class Sampler:
         States are advanced by the caller (`SamplingState.accept`), grammars too.
         """
         try:
-            return self._sample(states, logits)
+            pending = self._draw_all(states, logits)
         except Exception as exc:
             if len(states) == 1:
-                return [InternalError(f"sampling failed: {exc!r}")]
+                error = InternalError(f"sampling failed: {exc!r}")
+                return PendingSamples(torch.zeros(1, dtype=torch.int64, device=logits.device), lambda: [error])
             # Some sequence's options broke the batch: alone, each can only break itself.
-            return [self.sample([state], logits[row : row + 1])[0] for row, state in enumerate(states)]
+            parts = [self.draw([state], logits[row : row + 1]) for row, state in enumerate(states)]
+            return PendingSamples(
+                torch.cat([part.tokens for part in parts]), lambda: [part.wait()[0] for part in parts]
+            )
+        for state in states:
+            state.num_drawn_tokens += 1
+        return pending
 
-    def _sample(self, states: Sequence[SamplingState], logits: torch.Tensor) -> list[Sample | SightlineError]:
+    def _draw_all(self, states: Sequence[SamplingState], logits: torch.Tensor) -> PendingSamples:
         processed = logits.clone()
         apply_edits(processed, [edit for row, state in enumerate(states) for edit in state.edits(row)])
         apply_penalties(processed, [p for row, state in enumerate(states) if (p := state.penalty(row)) is not None])
@@ -145,13 +183,19 @@ class Sampler:
         if random_rows:
             index = _copied(random_rows, np.int64, logits)
             tokens[index] = self._draw(processed[index], [states[row] for row in random_rows])
-        logprobs = _raw_logprobs(logits, tokens, [state.params.logprobs for state in states])
-        # The step's one wait for the device. A row without a usable logit was drawn from as well, for nothing.
-        found, usable = torch.stack((tokens, best.isfinite().long())).tolist()
-        for row, is_usable in enumerate(usable):
-            if not is_usable and row not in errors:
-                errors[row] = InternalError("no token has a finite logit")
-        return [errors[row] if row in errors else Sample(token, logprobs[row]) for row, token in enumerate(found)]
+        logprobs = _PendingLogprobs(logits, tokens, [state.params.logprobs for state in states])
+        copy = HostCopy(torch.stack((tokens, best.isfinite().long())))
+
+        def read() -> list[Sample | SightlineError]:
+            found, usable = copy.wait().tolist()
+            raw = logprobs.wait()
+            # A row without a usable logit was drawn from as well, for nothing.
+            for row, is_usable in enumerate(usable):
+                if not is_usable and row not in errors:
+                    errors[row] = InternalError("no token has a finite logit")
+            return [errors[row] if row in errors else Sample(token, raw.get(row)) for row, token in enumerate(found)]
+
+        return PendingSamples(tokens, read)
 
     def _draw(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
         """One token a row, int64 [rows]; `logits` is overwritten."""
@@ -221,23 +265,33 @@ def _mask_by_grammar(logits: torch.Tensor, states: Sequence[SamplingState]) -> d
     return errors
 
 
-def _raw_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None]
-) -> dict[int, RawLogprobs | None]:
-    """Log-probabilities of the rows that want any; None for the others."""
-    rows = [row for row, count in enumerate(wanted) if count is not None]
-    found: dict[int, RawLogprobs | None] = dict.fromkeys(range(len(wanted)))
-    if not rows:
-        return found
-    logprobs = logits[rows].log_softmax(dim=-1)
-    chosen = logprobs.gather(1, tokens[rows][:, None])[:, 0].tolist()
-    most = min(max(count for count in wanted if count is not None), logits.shape[1])
-    top_values, top_ids = (tensor.tolist() for tensor in logprobs.topk(most))
-    for position, row in enumerate(rows):
-        count = wanted[row] or 0
-        top = tuple(zip(top_ids[position][:count], top_values[position][:count], strict=True))
-        found[row] = RawLogprobs(chosen[position], top)
-    return found
+class _PendingLogprobs:
+    """Log-probabilities of the rows that want any, on their way to the host.
+
+    Args:
+        wanted: For each row how many of the most likely tokens, beside the chosen one; None for nothing.
+    """
+
+    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, wanted: Sequence[int | None]) -> None:
+        self._counts = {row: count for row, count in enumerate(wanted) if count is not None}
+        if not self._counts:
+            return
+        rows = _copied(list(self._counts), np.int64, logits)
+        logprobs = logits[rows].log_softmax(dim=-1)
+        most = min(max(self._counts.values()), logits.shape[1])
+        values, ids = logprobs.topk(most)
+        self._chosen = HostCopy(logprobs.gather(1, tokens[rows][:, None])[:, 0])
+        self._values, self._ids = HostCopy(values), HostCopy(ids)
+
+    def wait(self) -> dict[int, RawLogprobs]:
+        """By row."""
+        if not self._counts:
+            return {}
+        chosen, values, ids = (copy.wait().tolist() for copy in (self._chosen, self._values, self._ids))
+        return {
+            row: RawLogprobs(chosen[place], tuple(zip(ids[place][:count], values[place][:count], strict=True)))
+            for place, (row, count) in enumerate(self._counts.items())
+        }
 
 
 def _choice_seed(seed: int, choice: int) -> int:

@@ -25,7 +25,7 @@ from deployments.lm_engine.deadlines import Deadlines
 from deployments.lm_engine.embed_cache import EmbedCache
 from deployments.lm_engine.encode_budget import EncodeBudget
 from deployments.lm_engine.kv_manager import KVManager
-from deployments.lm_engine.plan import SampledToken, SequenceChunk, StepPlan
+from deployments.lm_engine.plan import SampledToken, SequenceChunk, StepPlan, pending_token
 from deployments.lm_engine.queue import WaitingQueue
 from deployments.lm_engine.request import Rank, Sequence, SequenceStatus
 from deployments.lm_engine.siblings import Siblings
@@ -72,7 +72,12 @@ class Scheduler:
         ... drop plan.evicted_embeds, start plan.encode, run plan.chunks, sample, decide what stops ...
         for sequence in scheduler.update(plan, sampled, finished): ...
 
-    `schedule` and `update` alternate; a plan that was never updated counts as not run. A plan without chunks while
+    `update` is `advance` and then `resolve`. They may come apart, so that a step is prepared while the one before is
+    still being computed: schedule n+1, resolve n, advance n+1. A sampled token is then `pending_token` in between. Of
+    what step n+1 computes for a sequence that turns out to have ended with step n nothing is kept; the blocks and
+    slots that it frees are safe to give away, since the device runs steps in their order.
+
+    `schedule` and `advance` alternate; a plan that was never advanced counts as not run. A plan without chunks while
     `has_work` means that everything waits for the encoder: wait for a result, an arrival or a deadline, don't spin.
 
     Args:
@@ -105,6 +110,8 @@ class Scheduler:
         """Ended by a deadline since the last update."""
         self._service_rate = ServiceRate()
         self._num_added = 0
+        self._num_pending = 0
+        """Tokens that are drawn but not resolved."""
         self._stalled_since_s: float | None = None
         # Totals for SchedulerStats.
         self._steps = 0
@@ -191,21 +198,22 @@ class Scheduler:
     def update(
         self, plan: StepPlan, sampled: Iterable[SampledToken], finished: Mapping[str, FinishDecision]
     ) -> list[Sequence]:
-        """Enter what a step computed.
+        """Enter what a step computed: `advance`, then `resolve`."""
+        self.advance(plan)
+        return self.resolve(plan, sampled, finished)
+
+    def advance(self, plan: StepPlan) -> None:
+        """Enter the progress of a step that is certain to be computed; its tokens need not be known yet.
 
         Args:
-            plan: The answer of the last `schedule`.
-            sampled: One token for each chunk with `samples`; those of sequences aborted meanwhile are ignored.
-            finished: Sequences that the stop checker ended with this token.
-
-        Returns:
-            The sequences that ended: by `finished`, by length, or by a deadline since the last update.
+            plan: The answer of the last `schedule`. The step before it is resolved.
         """
-        tokens = {token.sequence_id: token.token_id for token in sampled}
-        ended, self._ended = self._ended, []
         block_size = self.config.block_size
         sequences = self._sequences
+        sampling_row = -1
         for chunk in plan.chunks:
+            if chunk.samples:
+                sampling_row += 1
             sequence = sequences.get(chunk.sequence_id)
             if sequence is None or sequence.status is not _RUNNING:
                 continue
@@ -218,8 +226,38 @@ class Scheduler:
             if self._siblings.any_waiting and stop >= sequence.num_prompt_tokens:
                 for sibling in self._siblings.release(sequence):
                     self._waiting.push(sibling)
-            if chunk.samples and self._append(sequence, tokens.get(chunk.sequence_id), finished):
+            if chunk.samples:
+                sequence.token_ids.append(pending_token(sampling_row))
+                self._num_pending += 1
+
+    def resolve(
+        self, plan: StepPlan, sampled: Iterable[SampledToken], finished: Mapping[str, FinishDecision]
+    ) -> list[Sequence]:
+        """Enter the tokens of a step that was advanced.
+
+        Args:
+            sampled: One token for each chunk with `samples`; those of sequences that have ended meanwhile are ignored.
+            finished: Sequences that the stop checker ended with this token.
+
+        Returns:
+            The sequences that ended: by `finished`, by length, or by a deadline since the last call.
+        """
+        tokens = {token.sequence_id: token.token_id for token in sampled}
+        ended = self.take_ended()
+        self._num_pending = 0
+        for row, chunk in enumerate(chunk for chunk in plan.chunks if chunk.samples):
+            sequence = self._sequences.get(chunk.sequence_id)
+            place = chunk.start + len(chunk.token_ids)
+            # A sequence of the same id may have come after the one of this step had gone.
+            if sequence is None or sequence.token_ids[place:] != [pending_token(row)]:
+                continue
+            if self._enter_token(sequence, tokens.get(chunk.sequence_id), finished):
                 ended.append(sequence)
+        return ended
+
+    def take_ended(self) -> list[Sequence]:
+        """Sequences that a deadline has ended since the last call, or since the last `resolve`."""
+        ended, self._ended = self._ended, []
         return ended
 
     # -- the encoder answers -------------------------------------------------------------------------------------------
@@ -337,6 +375,8 @@ class Scheduler:
         others = []
         for sequence in self._running:
             start = sequence.num_computed_tokens
+            if len(sequence.token_ids) >= sequence.token_limit:
+                continue  # it ends with the token that is on its way
             if len(sequence.token_ids) - start != 1 or sequence.first_item < len(sequence.items):
                 others.append(sequence)
             elif step.tokens_left and sequence.status is _RUNNING:
@@ -499,23 +539,24 @@ class Scheduler:
             return
         if self._stalled_since_s is None:
             self._stalled_since_s = now
-        if not (plan.encode or plan.preempted or self._embeds.num_pending):
+        if not (plan.encode or plan.preempted or self._num_pending or self._embeds.num_pending):
             self._stalled_steps += 1
 
     # -- the end of a sequence -----------------------------------------------------------------------------------------
-    def _append(self, sequence: Sequence, token_id: int | None, finished: Mapping[str, FinishDecision]) -> bool:
-        """Add a sampled token; True if the sequence ends with it."""
+    def _enter_token(self, sequence: Sequence, token_id: int | None, finished: Mapping[str, FinishDecision]) -> bool:
+        """Put a sampled token in the place of the pending one; True if the sequence ends with it."""
         if token_id is None:
+            sequence.token_ids.pop()
             error = InternalError("the step returned no token for a chunk that samples")
             self._end(sequence, SequenceStatus.FAILED, "error", error=error)
             return True
-        sequence.token_ids.append(token_id)
+        sequence.token_ids[-1] = token_id
         self._generated_tokens += 1
         if sequence.sequence_id in finished:
             reason, stop_reason = finished[sequence.sequence_id]
             self._end(sequence, SequenceStatus.FINISHED, reason, stop_reason=stop_reason)
             return True
-        if sequence.num_output_tokens >= sequence.max_tokens:
+        if len(sequence.token_ids) >= sequence.token_limit:
             self._end(sequence, SequenceStatus.FINISHED, "length")
             return True
         return False

@@ -56,6 +56,10 @@ class TritonBackend:
             else _CPU_PROCESSORS
         )
 
+    @property
+    def queries_per_tile(self) -> int:
+        return self._queries
+
     def prepare(self, chunks: Sequence[SequenceChunk]) -> TritonBatch:
         firsts = np.cumsum([0, *(chunk.num_tokens for chunk in chunks)])
         decodes = [(row, chunk) for row, chunk in zip(firsts, chunks, strict=False) if chunk.num_tokens == 1]
@@ -70,22 +74,33 @@ class TritonBackend:
             ]
         if prefills:
             spans = np.array([(row, chunk.start, chunk.num_tokens) for row, chunk in prefills], np.int32)
-            arrays += [spans, self._tiles(spans), block_tables([chunk for _, chunk in prefills], block_size)]
+            arrays += [spans, self.tiles(spans), block_tables([chunk for _, chunk in prefills], block_size)]
         slots, *rest = to_device_together(arrays, self._device)
         decode = DecodeRows(*rest[:3]) if decodes else None
         prefill = PrefillRows(*rest[-3:]) if prefills else None
         return self.batch(slots, decode, prefill)
 
-    def batch(self, slots: torch.Tensor, decode: DecodeRows | None, prefill: PrefillRows | None) -> TritonBatch:
-        """A batch over index tensors that are on the device already."""
+    def batch(
+        self,
+        slots: torch.Tensor,
+        decode: DecodeRows | None,
+        prefill: PrefillRows | None,
+        split_for: int | None = None,
+    ) -> TritonBatch:
+        """A batch over index tensors that are on the device already.
+
+        Args:
+            split_for: Decodes that are expected if some of `decode` are padding; decides how contexts are cut.
+        """
         kv_heads = self._kv.layout.num_kv_heads
-        sequences = 0 if decode is None else decode.rows.shape[0]
+        sequences = 0 if decode is None else min(split_for or decode.rows.shape[0], decode.rows.shape[0])
         return TritonBatch(
             self._kv, slots, decode, prefill, paged_attention.num_splits(sequences, kv_heads, self._processors)
         )
 
-    def _tiles(self, spans: np.ndarray) -> np.ndarray:
-        """[tiles, 2]; late tiles see the most keys and come first, so that none is left to run alone at the end."""
+    def tiles(self, spans: np.ndarray) -> np.ndarray:
+        """int32 [tiles, 2] of chunks [chunks, 3], see `paged_attention.prefill`. Late tiles see the most keys and come
+        first, so that none is left to run alone at the end."""
         tiles = [(index, first) for index, (_, _, num) in enumerate(spans) for first in range(0, num, self._queries)]
         return np.array(sorted(tiles, key=lambda tile: -(tile[1] + spans[tile[0], 1])), np.int32)
 

@@ -10,7 +10,7 @@ A vision-language checkpoint names its language model in one of several ways, of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from tqdm import tqdm
 
 from deployments.checkpoint import CheckpointError, iter_tensors
+from deployments.lm_engine.tensor_parallel.shards import Shards, Slice
 
 _BODY_PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 _HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", "model.lm_head.weight")
@@ -37,11 +38,20 @@ def parameter_name(name: str) -> str | None:
     return None
 
 
-def load_weights(module: nn.Module, folder: Path, *, device: torch.device, dtype: torch.dtype, tied: bool) -> None:
+def load_weights(
+    module: nn.Module,
+    folder: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    tied: bool,
+    shards: Shards | None = None,
+) -> None:
     """Fill the meta parameters of `module` (children `model` and `lm_head`) from a checkpoint.
 
     Args:
         tied: Whether the head shares the embedding's weights; then a head in the checkpoint is ignored.
+        shards: The share of one rank, whose shapes `module` has; the rest is not read. None for all.
 
     Raises:
         CheckpointError: A tensor is missing, unknown or of another shape than the config says.
@@ -50,26 +60,55 @@ def load_weights(module: nn.Module, folder: Path, *, device: torch.device, dtype
     if tied:
         del wanted[_HEAD]
     loaded: dict[str, torch.Tensor] = {}
+
+    def part_of(stored_name: str, shape: Sequence[int]) -> tuple[slice, ...] | None:
+        part = None if shards is None else shards.of(parameter_name(stored_name) or "")
+        if part is None:
+            return None
+        if len(shape) <= part.dim or shape[part.dim] != part.size:
+            shapes = f"{tuple(shape)}, the config asks for {part.size} along dimension {part.dim}"
+            raise CheckpointError(f"tensor {stored_name!r} of the checkpoint has shape {shapes}")
+        return _index(part)
+
     with tqdm(total=len(wanted), desc="Loading language model", unit="tensor", disable=None) as progress:
-        for stored_name, tensor in iter_tensors(folder, _READ_PREFIXES, device=str(device)):
+        for stored_name, tensor in iter_tensors(folder, _READ_PREFIXES, str(device), part_of):
             name = parameter_name(stored_name)
             if name is None or (name == _HEAD and tied) or name.endswith("rotary_emb.inv_freq"):
                 continue
             if name not in wanted:
                 raise CheckpointError(f"tensor {stored_name!r} of the checkpoint is not part of the configured model")
+            tensor = _turned(tensor, wanted[name])
             if tensor.shape != wanted[name]:
                 shapes = f"{tuple(tensor.shape)}, the config asks for {tuple(wanted[name])}"
                 raise CheckpointError(f"tensor {stored_name!r} of the checkpoint has shape {shapes}")
-            loaded[name] = tensor.to(dtype)
+            loaded[name] = tensor.to(dtype).contiguous()
             progress.update()
     missing = sorted(wanted.keys() - loaded.keys())
     if missing:
         raise CheckpointError(f"checkpoint lacks {len(missing)} tensors of the language model, first {missing[0]!r}")
-    _assign(module, loaded, tied)
+    _assign(module, loaded, tied, shards)
 
 
-def dummy_weights(module: nn.Module, *, device: torch.device, dtype: torch.dtype, tied: bool, std: float) -> None:
-    """Random weights that depend only on names and shapes: runs can be compared without a checkpoint."""
+def _turned(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Stacked experts of hub checkpoints are [experts, in, out], those of transformers' modules [experts, out, in]."""
+    is_turned = tensor.ndim == 3 and tensor.shape != shape and tensor.mT.shape == shape
+    return tensor.mT if is_turned else tensor
+
+
+def dummy_weights(
+    module: nn.Module,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    tied: bool,
+    std: float,
+    shards: Shards | None = None,
+) -> None:
+    """Random weights that depend only on names and shapes: runs can be compared without a checkpoint.
+
+    Args:
+        shards: The share of one rank, which gets its part of the same values; None for all.
+    """
     loaded: dict[str, torch.Tensor] = {}
     for name, parameter in module.named_parameters():
         if name == _HEAD and tied:
@@ -80,13 +119,22 @@ def dummy_weights(module: nn.Module, *, device: torch.device, dtype: torch.dtype
             continue
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         generator = torch.Generator(device).manual_seed(seed)
-        loaded[name] = torch.empty(parameter.shape, device=device, dtype=dtype).normal_(0.0, std, generator=generator)
-    _assign(module, loaded, tied)
+        shape, part = list(parameter.shape), None if shards is None else shards.of(name)
+        if part is not None:
+            shape[part.dim] = part.size
+        values = torch.empty(shape, device=device, dtype=dtype).normal_(0.0, std, generator=generator)
+        loaded[name] = values if part is None else values[_index(part)].clone(memory_format=torch.contiguous_format)
+    _assign(module, loaded, tied, shards)
 
 
-def _assign(module: nn.Module, tensors: dict[str, torch.Tensor], tied: bool) -> None:
+def _index(part: Slice) -> tuple[slice, ...]:
+    return (*(slice(None),) * part.dim, slice(part.start, part.stop))
+
+
+def _assign(module: nn.Module, tensors: dict[str, torch.Tensor], tied: bool, shards: Shards | None) -> None:
     if tied:
-        tensors[_HEAD] = tensors[_EMBEDDING]
+        part = None if shards is None else shards.of(_HEAD)
+        tensors[_HEAD] = tensors[_EMBEDDING] if part is None else tensors[_EMBEDDING][_index(part)]
     module.load_state_dict(tensors, strict=True, assign=True)
     module.requires_grad_(False)
 

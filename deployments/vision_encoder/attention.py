@@ -11,12 +11,14 @@ Each backend splits its work in `plan` (once a forward pass) and `attend` (once 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
+
+from deployments.vision_encoder.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,39 @@ class Attention(Protocol):
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Any, scale: float) -> torch.Tensor:
         """q, k, v: [rows, heads, head_dim]; returns the same shape."""
+
+
+@runtime_checkable
+class StackedAttention(Protocol):
+    """The same straight from the rows of a qkv product, rotation included."""
+
+    name: str
+    capturable: bool
+
+    def plan(self, segments: Segments, rows: int) -> Any:
+        """As Attention's."""
+
+    def attend_stacked(
+        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, plan: Any, scale: float
+    ) -> torch.Tensor:
+        """qkv: [rows, 3 * width]; cos, sin: float32 [rows, head_dim / 2]. Returns [rows, width]."""
+
+
+class Rotated:
+    """A StackedAttention from the rotation and an attention of their own."""
+
+    def __init__(self, ops: Ops, attention: Attention) -> None:
+        self._ops, self._attention = ops, attention
+        self.name, self.capturable = attention.name, attention.capturable
+
+    def plan(self, segments: Segments, rows: int) -> Any:
+        return self._attention.plan(segments, rows)
+
+    def attend_stacked(
+        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, plan: Any, scale: float
+    ) -> torch.Tensor:
+        q, k, v = self._ops.rotary(qkv, cos, sin, heads)
+        return self._attention.attend(q, k, v, plan, scale).reshape(qkv.shape[0], -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +152,55 @@ class Varlen:
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Segments, scale: float) -> torch.Tensor:
         return self._varlen_attn(q, k, v, plan.borders, plan.borders, plan.longest, plan.longest, scale=scale)
+
+
+class CudnnVarlen:
+    """cuDNN's attention over packed rows (CUDA, half precision).
+
+    cuDNN builds a plan for every number of segments and every longest length: both are rounded up to powers of two, so
+    that passes without a graph build few.
+    """
+
+    name = "cudnn"
+    capturable = True
+
+    def plan(self, segments: Segments, rows: int) -> Segments:
+        borders = segments.borders
+        missing = _next_power_of_two(borders.shape[0] - 1) - (borders.shape[0] - 1)
+        if missing:
+            borders = torch.cat((borders, borders[-1:].expand(missing)))
+        return Segments(borders, _next_power_of_two(segments.longest))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Segments, scale: float) -> torch.Tensor:
+        # Its offsets take rows to be packed without gaps, which a view of the qkv product is not.
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        return torch.ops.aten._cudnn_attention_forward(
+            q, k, v, None, plan.borders, plan.borders, plan.longest, plan.longest, False, scale=scale
+        )[0]
+
+
+class BySize:
+    """One of several attentions by the number of rows of a pass, which the host knows.
+
+    Args:
+        levels: (most rows, attention), ascending; the last one takes whatever is larger.
+    """
+
+    def __init__(self, levels: Sequence[tuple[int, Attention]]) -> None:
+        self._levels = tuple(levels)
+        self.name = "+".join(dict.fromkeys(attention.name for _, attention in levels))
+        self.capturable = all(attention.capturable for _, attention in levels)
+
+    def plan(self, segments: Segments, rows: int) -> tuple[Attention, Any]:
+        attention = next((a for most, a in self._levels if rows <= most), self._levels[-1][1])
+        return attention, attention.plan(segments, rows)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: tuple[Attention, Any], scale: float
+    ) -> torch.Tensor:
+        attention, inner = plan
+        return attention.attend(q, k, v, inner, scale)
+
+
+def _next_power_of_two(value: int) -> int:
+    return 1 << max(0, value - 1).bit_length()

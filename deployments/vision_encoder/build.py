@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from deployments.fp8 import Fp8Ops, choose_fp8
 from deployments.vision_encoder.adapters.base import PathSpec, VisionAdapter
 from deployments.vision_encoder.adapters.factory import build_adapter, read_normalisation, shape_of
 from deployments.vision_encoder.adapters.tower import Normalisation
-from deployments.vision_encoder.calibrate import calibrate_memory, measure_eager, measure_seconds
+from deployments.vision_encoder.calibrate import calibrate_memory, eager_sizes, measure_eager, measure_seconds
 from deployments.vision_encoder.config import EncoderConfig
 from deployments.vision_encoder.data_parallel import DataParallelCore
 from deployments.vision_encoder.encoder import EncoderCore, PathRunner
@@ -82,17 +83,19 @@ def build_core(
     stats: EncoderStats | None = None,
     measure: Measure | None = None,
     device: torch.device | None = None,
+    fp8: Fp8Ops | None = None,
 ) -> EncoderCore:
     """One device's core without a folder: weights from any source, such as random ones.
 
     Args:
         measure: Times a call; the device's clock if None.
         device: The one that the options name if None.
+        fp8: What `quantization: fp8` computes with; what the device has if None.
     """
     device = device or pick_devices(config)[0]
     # Streams, graphs and kernels go to the thread's current device.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        return _build_core(config, model_config, source, device, normalisation, keep_on_device, stats, measure)
+        return _build_core(config, model_config, source, device, normalisation, keep_on_device, stats, measure, fp8)
 
 
 def _build_core(
@@ -104,8 +107,11 @@ def _build_core(
     keep_on_device: bool,
     stats: EncoderStats | None,
     measure: Measure | None,
+    fp8: Fp8Ops | None,
 ) -> EncoderCore:
     dtype = pick_dtype(config, model_config, device)
+    if config.quantization and fp8 is None:
+        fp8 = choose_fp8(dtype, device, fused=config.fused_kernels)
     shape = shape_of(model_config)
     attention, window_attention = choose_attention(config.mm_encoder_attn_backend, shape, dtype, device)
     ops = choose_ops(config.fused_kernels, shape, dtype, device)
@@ -119,6 +125,7 @@ def _build_core(
         ops=ops,
         normalisation=normalisation,
         mlp_width_multiple=config.mlp_width_multiple if device.type == "cuda" else 1,
+        fp8=fp8 if config.quantization else None,
     )
     limit = Capacity(
         slots=config.max_batch_slots,
@@ -171,7 +178,8 @@ def _runners(
         if not capacities:
             runners.append(PathRunner(path.name))
             continue
-        eager_cost = measure_eager(adapter, path, [capacity.slots for capacity in capacities], measure)
+        sizes = eager_sizes([capacity.slots for capacity in capacities], path.slot_step)
+        eager_cost = measure_eager(adapter, path, sizes, measure)
         graphs = GraphManager(adapter, path.name, capacities, capture=on_cuda, pool=pool)
         graphs.prepare(measure, eager_cost if on_cuda else None, _progress(config, path.name))
         runners.append(PathRunner(path.name, eager_cost, graphs))

@@ -11,12 +11,12 @@ import torch
 
 from deployments.vision_encoder.adapters.base import PathSpec, VisionAdapter
 from deployments.vision_encoder.config import EncoderConfig
-from deployments.vision_encoder.costs import EagerCost
+from deployments.vision_encoder.costs import PassCost, fit_pair_seconds, fit_pass_cost
 from deployments.vision_encoder.encoder import MemoryLimit
-from deployments.vision_encoder.forward import run_eager
+from deployments.vision_encoder.forward import load_of, run_eager, to_host
 from deployments.vision_encoder.graphs import Measure
 from deployments.vision_encoder.memory_model import MemoryModel, MemoryPoint, fit_memory_model
-from deployments.vision_encoder.packing import Capacity
+from deployments.vision_encoder.packing import Capacity, Load
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,8 @@ _CALIBRATION_SLOTS = 2_048
 """Size of the largest measured pass: large enough that activations outweigh workspaces."""
 
 
-def measure_seconds(device: torch.device, repeats: int = 5) -> Measure:
-    """Median wall time of a call after one unmeasured call; on CUDA until the device is done."""
+def measure_seconds(device: torch.device, repeats: int = 3) -> Measure:
+    """Median wall time of a call after one unmeasured call; on CUDA from an idle device until it is done."""
 
     def measure(call: Callable[[], object]) -> float:
         samples = []
@@ -40,13 +40,30 @@ def measure_seconds(device: torch.device, repeats: int = 5) -> Measure:
     return measure
 
 
-def measure_eager(adapter: VisionAdapter, path: PathSpec, slots: Sequence[int], measure: Measure) -> EagerCost:
-    """Time of eager passes at the sizes of the ladder."""
-    points = []
-    for size in sorted(slots):
-        items = adapter.sample_items(path.name, size, size)
-        points.append((size, measure(lambda items=items: run_eager(adapter, path.name, items))))  # type: ignore[misc]
-    return EagerCost(tuple(points))
+def measure_eager(adapter: VisionAdapter, path: PathSpec, slots: Sequence[int], measure: Measure) -> PassCost:
+    """Cost of eager passes, from passes of usual small items at the given sizes, upload and copying out included, and
+    from one of a single item at the largest."""
+
+    def timed(size: int, longest: int) -> tuple[Load, float]:
+        items = adapter.sample_items(path.name, size, longest)
+        seconds = measure(lambda: [to_host(rows) for rows in run_eager(adapter, path.name, items)])
+        return load_of(adapter, path.name, items), seconds
+
+    points = [timed(size, min(size, path.min_slots)) for size in sorted(slots)]
+    top = max(slots)
+    return fit_pass_cost(points, fit_pair_seconds(timed(top, top), points[-1]))
+
+
+def eager_sizes(slots: Sequence[int], step: int) -> list[int]:
+    """Of the sizes of a ladder, about one an octave with the smallest and the largest: the curve between is smooth.
+
+    Args:
+        step: Sizes must be multiples of this.
+    """
+    sizes, top = [min(slots)], max(slots)
+    while sizes[-1] * 2 < top:
+        sizes.append(sizes[-1] * 2 // step * step)
+    return sorted({*sizes, top})
 
 
 def calibrate_memory(config: EncoderConfig, adapter: VisionAdapter, limit: Capacity) -> MemoryLimit | None:

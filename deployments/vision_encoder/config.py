@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
-ENCODER_REVISION = "1"
+ENCODER_REVISION = "2"
 """Part of every embedding's fingerprint; changes whenever our forward pass changes its results."""
 
 LoadFormat = Literal["auto", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-AttentionBackend = Literal["auto", "sdpa_segments", "sdpa_masked", "varlen", "triton_windows"]
+AttentionBackend = Literal["auto", "sdpa_segments", "sdpa_masked", "varlen", "cudnn", "triton_frames", "triton_windows"]
 Packing = Literal["planned", "smallest_first"]
+Quantization = Literal["fp8"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "load_format": ("auto", "dummy"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "device": ("auto", "cpu", "cuda"),
-    "mm_encoder_attn_backend": ("auto", "sdpa_segments", "sdpa_masked", "varlen", "triton_windows"),
+    "mm_encoder_attn_backend": get_args(AttentionBackend),
     "packing": ("planned", "smallest_first"),
 }
 
@@ -37,10 +38,14 @@ class EncoderConfig:
     """`auto` reads safetensors; `dummy` starts with random weights in the model's shape."""
     dtype: Dtype = "auto"
     """Precision of weights and results; `auto` is float32 on CPU and the checkpoint's own on CUDA."""
+    quantization: Quantization | None = None
+    """`fp8` turns the blocks' weights to 8 bits at start and their products' inputs as they come (W8A8, e4m3, a scale a
+    row), on GPUs of CUDA capability 8.9 and higher with dtype bfloat16. The first projection and the mergers stay in
+    `dtype`, as everything does with None."""
     device: Device = "auto"
     """`auto` takes CUDA where there is a GPU."""
     num_threads: int = 0
-    """CPU threads of the forward pass; 0 leaves torch's default."""
+    """CPU threads of the forward pass, or with a GPU of copying pixels for upload; 0 leaves torch's default."""
 
     data_parallel_size: int = 1
     """Devices of this replica that share the items of a round, each with its own weights and graphs; give the replica
@@ -69,8 +74,9 @@ class EncoderConfig:
     """Use the ladder's padded buffers on CPU too, which costs padded work; for tests of the graph path."""
     encoder_cudagraph_token_budgets: tuple[int, ...] = ()
     """Slot budgets to capture; empty derives a ladder from the model's range."""
-    encoder_cudagraph_steps_per_octave: int = 4
-    """Steps of the derived ladder between one power of two and the next: 1, 2 or 4."""
+    encoder_cudagraph_steps_per_octave: int = 8
+    """Steps of the derived ladder between one power of two and the next: 1, 2, 4 or 8. With 8 at most an eighth of a
+    pass is padding, and 224, 336, 448 and 672 pixels square at 28 to the slot fit a budget exactly."""
     encoder_cudagraph_max_budget: int = 4_096
     """Top of the derived ladder, in slots; larger batches are compute-bound and gain nothing from a graph."""
     encoder_cudagraph_max_vision_items_per_batch: int = 0
@@ -81,7 +87,9 @@ class EncoderConfig:
     """Show a progress bar while capturing."""
 
     mm_encoder_attn_backend: AttentionBackend = "auto"
-    """Attention kernels; `auto` takes the fastest that passes its check at start."""
+    """Attention kernels; `auto` times those that pass their check at start and takes the fastest for each size of pass.
+    `varlen` is one for everything; `cudnn` and `triton_frames` name the one for whole frames; `triton_windows` is
+    `varlen` with a kernel of its own for windows. On CPU `auto` is `sdpa_segments`."""
     fused_kernels: bool = True
     """Use fused Triton kernels for norms, rotary and gates on CUDA; each is checked against plain torch at start."""
     mlp_width_multiple: int = 128
@@ -100,6 +108,8 @@ class EncoderConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+        if self.quantization not in (None, "fp8"):
+            raise ValueError(f"quantization is {self.quantization!r}; allowed: fp8, None")
         for name in (
             "max_batch_patches",
             "max_batch_slots",
@@ -123,9 +133,9 @@ class EncoderConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
         if not 0 < self.batch_memory_fraction <= 1:
             raise ValueError(f"batch_memory_fraction is {self.batch_memory_fraction}; it must be above 0 and at most 1")
-        if self.encoder_cudagraph_steps_per_octave not in (1, 2, 4):
+        if self.encoder_cudagraph_steps_per_octave not in (1, 2, 4, 8):
             raise ValueError(
-                f"encoder_cudagraph_steps_per_octave is {self.encoder_cudagraph_steps_per_octave}; allowed: 1, 2, 4"
+                f"encoder_cudagraph_steps_per_octave is {self.encoder_cudagraph_steps_per_octave}; allowed: 1, 2, 4, 8"
             )
         object.__setattr__(self, "encoder_cudagraph_token_budgets", tuple(self.encoder_cudagraph_token_budgets))
         budgets = self.encoder_cudagraph_token_budgets

@@ -166,6 +166,10 @@ def encoder_samples(stats: EncoderStats) -> Iterator[Sample]:
     for kind in ("out_of_memory", "error"):
         yield "encoder_batch_failures_total", (kind,), stats.batch_failures[kind]
     yield "encoder_batch_items", (), dict(stats.batch_items)
+    yield "encoder_peak_bytes", ("predicted",), stats.predicted_peak_bytes
+    yield "encoder_peak_bytes", ("measured",), stats.measured_peak_bytes
+    yield "encoder_graph_bytes", (), stats.graph_bytes
+    yield "encoder_capture_seconds", (), stats.capture_seconds
     for result in ("hit", "miss"):
         yield "cache_lookups_total", ("memory", result), 0
     yield from (("cache_lookups_total", key, count) for key, count in stats.cache_results.items() if key[0] != "lower")

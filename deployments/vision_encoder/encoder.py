@@ -19,8 +19,8 @@ import torch
 
 from deployments.errors import ContextLengthError, InternalError, OverloadedError, SightlineError
 from deployments.vision_encoder.adapters.base import ItemSpec, Modality, VisionAdapter, VisionItem
-from deployments.vision_encoder.costs import EagerCost
-from deployments.vision_encoder.forward import run_eager
+from deployments.vision_encoder.costs import PassCost
+from deployments.vision_encoder.forward import run_eager, to_host
 from deployments.vision_encoder.graphs import GraphManager
 from deployments.vision_encoder.memory_model import MemoryModel
 from deployments.vision_encoder.packing import Batch, Capacity, Load, Planner, Rules, plan_batches
@@ -38,13 +38,14 @@ class PathRunner:
     """What is known of one path: its graphs, if any, and what an eager pass costs."""
 
     name: str
-    eager_cost: EagerCost = field(default_factory=EagerCost)
+    eager_cost: PassCost = field(default_factory=PassCost)
     graphs: GraphManager | None = None
 
-    def marginal_seconds(self, slots: int) -> float:
-        """What an item of `slots` adds to a full pass; its share of the fixed part is that of its size."""
-        full = max(slots, self.eager_cost.points[-1][0])
-        return self.eager_cost(full) * slots / full
+    def marginal_seconds(self, load: Load) -> float:
+        """What an item adds to a full pass; its share of the fixed part is that of its size."""
+        cost = self.eager_cost
+        full = max(load.slots, cost.points[-1][0])
+        return cost.curve_s(full) * load.slots / full + cost.pair_s * load.pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,7 @@ class EncoderCore:
             loads = self.adapter.describe(item.modality, item.grid).loads
         except SightlineError:
             return 0.0
-        return sum(self._runners[path].marginal_seconds(load.slots) for path, load in loads.items())
+        return sum(self._runners[path].marginal_seconds(load) for path, load in loads.items())
 
     def _check_limits(self, modality: Modality, load: Load) -> None:
         for name, value, most in (
@@ -197,7 +198,7 @@ class EncoderCore:
         return Rules(
             budgets=runner.graphs.budgets if runner.graphs else (),
             limit=self.limit,
-            eager_cost_s=lambda load: runner.eager_cost(load.slots),
+            eager_cost_s=runner.eager_cost,
             admits=self._admits,
         )
 
@@ -276,11 +277,15 @@ class EncoderCore:
         for position, item_rows in zip(members, rows, strict=True):
             pending[position].rows[runner.name] = item_rows
         done = [position for position in members if pending[position].complete]
-        hosts = [self._copy_out(pending[position]) for position in done]
+        results = [self._copy_out(pending[position]) for position in done]
+        if len(done) < len(members):
+            # Their other paths come later, and a replay overwrites what this one left.
+            for position in set(members).difference(done):
+                pending[position].rows[runner.name] = pending[position].rows[runner.name].clone()
         if self._stream is not None:
             self._stream.synchronize()
         self._count(runner, batch, mode, len(items), self._clock() - started)
-        return done, [rows if self._keep_on_device else _as_numpy(rows) for rows in hosts]
+        return done, [rows if self._keep_on_device else _as_numpy(rows) for rows in results]
 
     def _count(self, runner: PathRunner, batch: Batch, mode: str, items: int, seconds: float) -> None:
         stats, path = self.stats, runner.name
@@ -308,13 +313,9 @@ class EncoderCore:
 
     def _copy_out(self, entry: _Pending) -> torch.Tensor:
         """Start copying an item's result into memory of its own: a view would keep the whole batch alive while one item
-        is cached. Copies to the host go through pinned memory."""
+        is cached, and the next replay would overwrite it."""
         rows = self.adapter.assemble(entry.item, entry.rows)
-        if self._keep_on_device:
-            return rows.clone()
-        on_cuda = self.adapter.device.type == "cuda"
-        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=on_cuda)
-        return host.copy_(rows, non_blocking=on_cuda)
+        return rows.clone() if self._keep_on_device else to_host(rows)
 
 
 def _as_numpy(host: torch.Tensor) -> np.ndarray:

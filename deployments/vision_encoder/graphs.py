@@ -1,10 +1,10 @@
 """Captured forward passes at a ladder of budgets, for one path of any adapter. Knows no model names.
 
-    items ──fill──▶ static input buffers of budget B ──replay──▶ static output ──copy out──▶ rows per item
+    items ──fill──▶ static input buffers of budget B ──replay──▶ static output ──▶ rows per item, to be copied out
 
-All budgets of all paths record into one memory pool, largest first, so that smaller ones reuse its blocks. A replay
-therefore overwrites what any earlier replay left: results are copied out before anything else runs on the stream, and
-no tensor that a graph reads or writes is handed to anybody.
+All budgets of a path share their input memory, and those of all paths record into one memory pool, largest first, so
+that smaller ones reuse its blocks. A replay therefore overwrites what any earlier replay left: whoever runs a budget
+copies the rows out on the same stream before anything else runs there.
 
 Without capture (CPU) the same buffers, padding and slicing are used and the forward pass is simply called.
 """
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from deployments.vision_encoder.adapters.base import VisionAdapter, VisionItem
-from deployments.vision_encoder.forward import InputBuffers, split_rows
+from deployments.vision_encoder.costs import PassCost
+from deployments.vision_encoder.forward import InputArena, InputBuffers, input_bytes, load_of, split_rows, to_host
 from deployments.vision_encoder.packing import Budget, Capacity
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ class GraphManager:
         # default belongs to whichever device captured first.
         self._stream = torch.cuda.Stream(adapter.device) if capture else None
         self._capacities = sorted(capacities, key=lambda capacity: capacity.slots)
+        sizes = [input_bytes(adapter, path, capacity) for capacity in capacities]
+        self._arena = InputArena(max(sizes, default=0), adapter.device)
         self._captured: dict[int, _Captured] = {}
         self.budgets: tuple[Budget, ...] = ()
         """What may be replayed, ascending; empty until `prepare`."""
@@ -75,28 +78,30 @@ class GraphManager:
 
     @property
     def input_bytes(self) -> int:
-        return sum(captured.inputs.nbytes for captured in self._captured.values())
+        return self._arena.nbytes
 
     @torch.inference_mode()
     def prepare(
         self,
         measure: Measure,
-        eager_cost_s: Callable[[int], float] | None = None,
+        eager_cost: PassCost | None = None,
         progress: Callable[[Iterable[Capacity]], Iterable[Capacity]] = iter,
     ) -> None:
         """Capture and time every budget, largest first. A budget slower than eager at its own size is switched off.
 
         Args:
-            eager_cost_s: Measured eager seconds by slots; None keeps every budget.
+            eager_cost: Measured cost of eager passes; None keeps every budget.
             progress: Wraps the budgets as they are captured, such as a progress bar.
         """
-        budgets = []
+        pair_s = eager_cost.pair_s if eager_cost else 0.0
+        budgets: list[Budget] = []
         for capacity in progress(list(reversed(self._capacities))):
-            items = self._adapter.sample_items(self.path, capacity.slots, capacity.slots)
+            items = self._adapter.sample_items(self.path, capacity.slots, -(-capacity.slots // capacity.items))
+            load = load_of(self._adapter, self.path, items)
             captured = self._prepare_one(capacity, items)
             # Filling and copying out included, as in the eager passes that it is compared with.
-            cost_s = measure(lambda captured=captured, items=items: self._run(captured, items))  # type: ignore[misc]
-            eager_s = eager_cost_s(capacity.slots) if eager_cost_s else float("inf")
+            cost_s = measure(lambda captured=captured, items=items: self._timed(captured, items))  # type: ignore[misc]
+            eager_s = eager_cost(load) if eager_cost else float("inf")
             if cost_s > eager_s:
                 logger.warning(
                     "path %s: budget of %d slots is off: its graph takes %.2f ms, an eager pass %.2f ms",
@@ -107,21 +112,25 @@ class GraphManager:
                 )
                 continue
             self._captured[capacity.slots] = captured
-            budgets.append(Budget(capacity, cost_s))
+            fixed_s = max(0.0, cost_s - pair_s * load.pairs)
+            # A larger budget does all that this one does: that it took less time can only be noise.
+            if budgets:
+                fixed_s = min(fixed_s, budgets[-1].cost_s)
+            budgets.append(Budget(capacity, fixed_s, pair_s))
         self.budgets = tuple(reversed(budgets))
 
     @torch.inference_mode()
     def run(self, items: Sequence[VisionItem], budget_slots: int) -> list[torch.Tensor]:
-        """Rows of each item, in order, in memory of their own. The items must fit the budget in every dimension."""
+        """Rows of each item, in order: views that the next run overwrites, so copy them out on this stream first. The
+        items must fit the budget in every dimension."""
         return self._run(self._captured[budget_slots], items)
 
     def _run(self, captured: _Captured, items: Sequence[VisionItem]) -> list[torch.Tensor]:
         captured.inputs.fill(items)
-        output = self._launch(captured)
-        used = split_rows(self._adapter, self.path, items, output)
-        # One copy of the used rows: the static output belongs to the next replay.
-        sizes = [len(rows) for rows in used]
-        return list(output[: sum(sizes)].clone().split(sizes))
+        return split_rows(self._adapter, self.path, items, self._launch(captured))
+
+    def _timed(self, captured: _Captured, items: Sequence[VisionItem]) -> list[torch.Tensor]:
+        return [to_host(rows) for rows in self._run(captured, items)]
 
     def _launch(self, captured: _Captured) -> torch.Tensor:
         if captured.graph is None or captured.output is None:
@@ -134,7 +143,7 @@ class GraphManager:
         return self._adapter.forward(self.path, inputs.device, inputs.capacity.patches)
 
     def _prepare_one(self, capacity: Capacity, items: Sequence[VisionItem]) -> _Captured:
-        inputs = InputBuffers(self._adapter, self.path, capacity)
+        inputs = InputBuffers(self._adapter, self.path, capacity, self._arena)
         inputs.fill(items)
         if self._stream is None:
             return _Captured(inputs, None, None)

@@ -3,7 +3,7 @@
     range 64 .. 4096, 1 step per octave:   64 128 256 512 1024 2048 4096
     the same, 4 steps:                     64 80 96 112 128 160 192 224 256 320 ...
 
-More steps mean less padding for more graphs; graphs share one memory pool, so each costs its launch records and inputs.
+More steps mean less padding for more graphs; graphs share one memory pool, so each costs its launch records.
 """
 
 from __future__ import annotations

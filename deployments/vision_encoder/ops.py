@@ -1,6 +1,6 @@
 """The small operations between a tower's matrix products, in plain torch. Half precision is computed in float32.
 
-`Ops` is the seam for fused kernels: each method reads and writes whole rows, and rows never mix.
+`Ops` is the seam for fused kernels: each method reads and writes whole rows, and rows never mix (`unpack` moves them).
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+
+PIXEL_CENTRE = 128
+"""Subtracted from pixels before the first product: exact in bfloat16, and it keeps the folded bias small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,15 @@ class Norm:
 
 class Ops(Protocol):
     name: str
+
+    def unpack(
+        self, patches: torch.Tensor, order: torch.Tensor | None, unit: int, width: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """`pixel - PIXEL_CENTRE` of uint8 patches [rows, row] as [rows, width], columns past `row` zero.
+
+        Args:
+            order: int32 [rows / unit]: which run of `unit` rows stands at each place; None keeps them.
+        """
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Normalise rows of x [rows, width]."""
@@ -45,6 +57,14 @@ class Ops(Protocol):
 
 class PlainOps:
     name = "plain"
+
+    def unpack(
+        self, patches: torch.Tensor, order: torch.Tensor | None, unit: int, width: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        rows, row = patches.shape
+        if order is not None:
+            patches = patches.view(-1, unit * row).index_select(0, order).view(rows, row)
+        return F.pad(patches.to(dtype) - PIXEL_CENTRE, (0, width - row))
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         if norm.bias is not None:

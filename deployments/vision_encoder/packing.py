@@ -32,6 +32,9 @@ class Load:
     """Long attention runs: a picture has one, a video one per temporal grid step."""
     longest_patches: int = 0
     """Patches in the longest attention run."""
+    pairs: int = 0
+    """Pairs of patches that see each other in a layer over whole frames: the sum of squared run lengths. What such a
+    layer takes grows with it, so one large picture costs more than small ones of the same slots."""
 
     def __add__(self, other: Load) -> Load:
         return Load(
@@ -40,6 +43,7 @@ class Load:
             self.segments + other.segments,
             self.frames + other.frames,
             max(self.longest_patches, other.longest_patches),
+            self.pairs + other.pairs,
         )
 
 
@@ -83,7 +87,12 @@ class Batch:
 class Budget:
     capacity: Capacity
     cost_s: float
-    """Measured time of one replay; it does not depend on how full the budget is."""
+    """Measured time of one replay without what grows with pairs; it does not depend on how full the budget is."""
+    pair_s: float = 0.0
+    """Time of one pair (see `Load.pairs`): attention inside a replay stops at the borders that it finds."""
+
+    def replay_s(self, load: Load) -> float:
+        return self.cost_s + self.pair_s * load.pairs
 
 
 class Planner(Protocol):
@@ -115,8 +124,9 @@ class Rules:
         first = bisect_left(self.budgets, load.slots, key=lambda budget: budget.capacity.slots)
         for budget in self.budgets[first:]:
             if budget.capacity.shortage(load, items) is None:
-                if budget.cost_s <= eager_s:
-                    return budget.cost_s, budget.capacity.slots, ""
+                replay_s = budget.replay_s(load)
+                if replay_s <= eager_s:
+                    return replay_s, budget.capacity.slots, ""
                 return eager_s, None, "cheaper"
         reason = self.budgets[-1].capacity.shortage(load, items) if self.budgets else None
         return eager_s, None, reason or ""

@@ -1,8 +1,8 @@
-"""Fused Triton kernels between a tower's matrix products, and attention inside short windows.
+"""Fused Triton kernels between a tower's matrix products.
 
 Everything is read and written in the tower's half precision and computed in float32. What is fused is what is bound by
-memory: residual add with the norm after it, the rotation of q and k out of the stacked qkv rows, the gate of the MLP.
-A window's 64 rows fit one block, so its attention is two products and a softmax without a loop.
+memory: gather and cast of the pixels, residual add with the norm after it, the rotation of q and k out of the stacked
+qkv rows, the gate of the MLP.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -13,10 +13,31 @@ import torch
 import triton
 import triton.language as tl
 
-from deployments.vision_encoder.attention import Segments
-from deployments.vision_encoder.ops import Norm
+from deployments.vision_encoder.ops import PIXEL_CENTRE, Norm
 
 _GATE_BLOCK = 1024
+
+
+@triton.jit
+def _unpack_kernel(
+    patches_ptr,
+    order_ptr,
+    out_ptr,
+    centre,
+    unit,
+    width,
+    out_width,
+    ORDERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    source = row
+    if ORDERED:
+        source = tl.load(order_ptr + row // unit).to(tl.int64) * unit + row % unit
+    column = tl.arange(0, BLOCK)
+    pixel = tl.load(patches_ptr + source * width + column, mask=column < width, other=0).to(tl.float32)
+    value = tl.where(column < width, pixel - centre, 0.0)
+    tl.store(out_ptr + row * out_width + column, value.to(out_ptr.dtype.element_ty), mask=column < out_width)
 
 
 @triton.jit
@@ -97,47 +118,29 @@ def _gate_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
     tl.store(out_ptr + row * width + column, (silu * up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _window_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    borders_ptr,
-    out_ptr,
-    q_row,
-    k_row,
-    v_row,
-    out_row,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-):
-    segment = tl.program_id(0)
-    head = tl.program_id(1)
-    first = tl.load(borders_ptr + segment).to(tl.int64)
-    length = (tl.load(borders_ptr + segment + 1) - first).to(tl.int32)
-    if length > 0:
-        row = tl.arange(0, ROWS)
-        dim = tl.arange(0, DIM_BLOCK)
-        inside = (row < length)[:, None] & (dim < HEAD_DIM)[None, :]
-        at = first + row
-        column = head * HEAD_DIM + dim[None, :]
-        q = tl.load(q_ptr + at[:, None] * q_row + column, mask=inside, other=0.0)
-        k = tl.load(k_ptr + at[:, None] * k_row + column, mask=inside, other=0.0)
-        v = tl.load(v_ptr + at[:, None] * v_row + column, mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k)) * scale
-        scores = tl.where((row < length)[None, :], scores, float("-inf"))
-        weights = tl.exp(scores - tl.max(scores, 1)[:, None])
-        total = tl.sum(weights, 1)
-        result = tl.dot(weights.to(v.dtype), v) / total[:, None]
-        tl.store(out_ptr + at[:, None] * out_row + column, result.to(out_ptr.dtype.element_ty), mask=inside)
-
-
 class TritonOps:
     """`Ops` in one kernel each. Inputs must be contiguous."""
 
     name = "triton"
+
+    def unpack(
+        self, patches: torch.Tensor, order: torch.Tensor | None, unit: int, width: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        rows = patches.shape[0]
+        out = torch.empty((rows, width), dtype=dtype, device=patches.device)
+        _unpack_kernel[(rows,)](
+            patches,
+            patches if order is None else order,
+            out,
+            float(PIXEL_CENTRE),
+            unit,
+            patches.shape[1],
+            width,
+            ORDERED=order is not None,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=4,
+        )
+        return out
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return self._norm(x, None, norm)[1]
@@ -191,35 +194,4 @@ class TritonOps:
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
         _gate_kernel[(rows, triton.cdiv(width, _GATE_BLOCK))](gate_up, out, width, BLOCK=_GATE_BLOCK, num_warps=4)
-        return out
-
-
-class TritonWindows:
-    """Attention inside segments short enough for one block each; see attention.Attention."""
-
-    name = "triton_windows"
-    capturable = True
-
-    def plan(self, segments: Segments, rows: int) -> Segments:
-        return segments
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Segments, scale: float) -> torch.Tensor:
-        rows, heads, head_dim = q.shape
-        out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
-        _window_kernel[(plan.borders.shape[0] - 1, heads)](
-            q,
-            k,
-            v,
-            plan.borders,
-            out,
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
-            out.stride(0),
-            scale,
-            HEAD_DIM=head_dim,
-            ROWS=max(16, triton.next_power_of_2(plan.longest)),
-            DIM_BLOCK=max(16, triton.next_power_of_2(head_dim)),
-            num_warps=4,
-        )
         return out

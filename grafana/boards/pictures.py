@@ -187,6 +187,25 @@ _ENCODER = Row(
             description="out_of_memory: lower the encoder's memory budget. error: the log has the cause.",
             queries=(Query(expr=total_rate("encoder_batch_failures_total", "kind"), legend="{{kind}}"),),
         ),
+        Panel(
+            title="Memory of passes and graphs",
+            unit="bytes",
+            runbook="Encoder failures",
+            description="Largest pass so far, predicted and measured, and what captured graphs hold; of the replica "
+            "with most. measured above predicted: the limit on passes does not hold; lower batch_memory_fraction. "
+            "Both are 0 on CPU without batch_memory_bytes.",
+            queries=(
+                Query(expr=f"max by (kind) ({series('encoder_peak_bytes')})", legend="{{kind}} peak"),
+                Query(expr=f"max({series('encoder_graph_bytes')})", legend="graphs"),
+            ),
+        ),
+        Panel(
+            title="Time to capture",
+            unit="s",
+            description="Calibration and capture at start, by replica: part of how long a new replica takes to serve. "
+            "Too long: fewer encoder_cudagraph_steps_per_octave.",
+            queries=(Query(expr=total(series("encoder_capture_seconds"), "replica"), legend="{{replica}}"),),
+        ),
     ),
 )
 

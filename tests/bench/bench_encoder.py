@@ -1,12 +1,14 @@
 """The vision encoder on one or two GPUs: a 7B-shaped Qwen2.5-VL tower, random weights, random pixels, bf16.
 
-    python -m tests.bench.bench_encoder --out tests/bench/results/encoder_h200.json --time-limit 150 \\
+    python -m tests.bench.bench_encoder --out tests/bench/results/encoder_h200.json --seconds 115 \\
         --commit $(git rev-parse HEAD)
+    python -m tests.bench.bench_encoder --out /tmp/profile.json --profile         (top kernels and the bottleneck alone)
+    python -m tests.bench.bench_encoder --out /tmp/encoder_fp8.json --quantization fp8
     python -m tests.bench.bench_encoder --out /tmp/encoder.json --device cpu --tiny       (does it run?)
 
 Every part stands alone: one that fails leaves its error in the results and the next one runs. The results are written
-after each case, so that whatever cuts the run short leaves what was measured. Regimes: up to about 1,000 slots a pass
-is bound by launches, above by matrix products.
+after each case, so that whatever cuts the run short leaves what was measured; the parts that decide most come first.
+Regimes: up to about 1,000 slots a pass is bound by launches, above by matrix products.
 """
 
 from __future__ import annotations
@@ -25,22 +27,25 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from deployments.fp8 import EmulatedFp8
 from deployments.vision_encoder.adapters.base import VisionItem
-from deployments.vision_encoder.adapters.factory import family_of
+from deployments.vision_encoder.adapters.factory import family_of, shape_of
 from deployments.vision_encoder.build import build_core, path_capacities
 from deployments.vision_encoder.config import EncoderConfig
 from deployments.vision_encoder.data_parallel import DataParallelCore
 from deployments.vision_encoder.encoder import EncoderCore
-from deployments.vision_encoder.forward import run_eager
+from deployments.vision_encoder.forward import run_eager, to_host
 from deployments.vision_encoder.graphs import GraphManager
 from deployments.vision_encoder.packing import Load, plan_batches, plan_smallest_first
 from deployments.vision_encoder.weights import TensorWeights
+from tests.bench.encoder_kernels import compare_frames, compare_products, compare_windows, device_us, summarise
 
 Case = tuple[str, Any]
 """Name and what was measured."""
@@ -76,8 +81,9 @@ MIXED_REQUESTS = 400
 class Bench:
     """All parts; each yields its cases as they are done."""
 
-    def __init__(self, *, device: str, tiny: bool, deadline_s: float) -> None:
+    def __init__(self, *, device: str, tiny: bool, deadline_s: float, quantization: str | None = None) -> None:
         self.device = torch.device(device)
+        self.quantization = quantization
         self.on_cuda = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_cuda else torch.float32
         self.vision = TINY if tiny else VISION_7B
@@ -92,15 +98,22 @@ class Bench:
             model="bench",
             device=self.device.type,  # type: ignore[arg-type]
             dtype="bfloat16" if self.on_cuda else "float32",
+            quantization=self.quantization,  # type: ignore[arg-type]
             max_batch_slots=1_024 if self.tiny else 16_384,
             encoder_cudagraph_max_frames_per_batch=0,
             static_buffers_on_cpu=not self.on_cuda,
-            encoder_cudagraph_steps_per_octave=1 if self.tiny else 4,
+            encoder_cudagraph_steps_per_octave=1 if self.tiny else 8,
             capture_progress=False,
         )
 
     def build(self, config: EncoderConfig, device: torch.device | None = None) -> EncoderCore:
-        return build_core(config, self.model, TensorWeights(self.state), device=device or self._first_device())
+        return build_core(
+            config,
+            self.model,
+            TensorWeights(self.state),
+            device=device or self._first_device(),
+            fp8=None if self.on_cuda else EmulatedFp8(),
+        )
 
     def _first_device(self) -> torch.device:
         return torch.device("cuda", 0) if self.on_cuda else self.device
@@ -182,21 +195,26 @@ class Bench:
             },
         )
         yield (
-            "budgets",
+            "costs",
+            {"pair_ps": round(runner.eager_cost.pair_s * 1e12, 4)},
+        )
+        yield (
+            "ladder",
             [
                 {
                     "slots": budget.capacity.slots,
                     "items": budget.capacity.items,
-                    "graph_ms": round(budget.cost_s * 1e3, 3),
-                    "eager_ms": round(runner.eager_cost(budget.capacity.slots) * 1e3, 3),
+                    "graph_ms": round(budget.replay_s(usual_load(budget.capacity.slots)) * 1e3, 3),
+                    "eager_ms": round(runner.eager_cost(usual_load(budget.capacity.slots)) * 1e3, 3),
                 }
                 for budget in (runner.graphs.budgets if runner.graphs else ())
             ],
         )
 
     def latency(self) -> Iterator[Case]:
-        """eager: our pass without a graph; graph: the smallest budget that holds all, upload included; encode: the
-        whole core, pixels in host memory to rows in host memory."""
+        """encode: the whole core, pixels to rows in host memory; encode_rows_stay_on_device: as an engine in the same
+        process takes them; graph: the smallest budget that holds all, upload included; eager: our pass without a
+        graph."""
         core = self.ready()
         graphs = core._runners["image"].graphs
         for count, side in CASES:
@@ -207,17 +225,21 @@ class Bench:
             with torch.inference_mode():
                 encode = self.time_ms(lambda items=items: core.encode_all(items))
                 calls = core.stats.invocations - before
+                core._keep_on_device = self.on_cuda
+                stay = self.time_ms(lambda items=items: core.encode_all(items), 10)
+                core._keep_on_device = False
                 graph = None
                 if graphs is not None and fits:
                     budget = fits[0].capacity.slots
                     graph = self.time_ms(lambda items=items, budget=budget: graphs.run(items, budget))
                     graph["budget"] = budget
-                eager = self.time_ms(lambda items=items: run_eager(core.adapter, "image", items), 10)
+                eager = self.time_ms(lambda items=items: run_eager(core.adapter, "image", items), 6)
             yield (
                 f"{count}x{side}^2",
                 {
                     "slots": load.slots,
                     "encode": encode,
+                    "encode_rows_stay_on_device": stay,
                     "graph": graph,
                     "eager": eager,
                     "passes": {f"{path}:{mode}": n for (path, mode), n in calls.items()},
@@ -337,44 +359,116 @@ class Bench:
         yield "all_budgets", {"replays": replays, "max_abs_difference": worst, "all_finite": finite}
 
     def profile(self) -> Iterator[Case]:
-        """Kernels by device time: passes without a graph."""
+        """Kernels by device time in a pass without a graph, device time of the graph's replay, and what to do next."""
         from torch.profiler import ProfilerActivity
         from torch.profiler import profile as profiler
 
         core = self.ready()
+        graphs = core._runners["image"].graphs
         activity = ProfilerActivity.CUDA if self.on_cuda else ProfilerActivity.CPU
         key = "self_device_time_total" if self.on_cuda else "self_cpu_time_total"
-        for count, side in ((1, 1036), (1, 224)):
-            items = self.items(count, side)
+        mixed = [item for _, side in MIX for item in self.items(1, side)]
+        for name, items in (("1x224^2", self.items(1, 224)), ("1x1036^2", self.items(1, 1036)), ("mixed", mixed)):
             with torch.inference_mode():
                 run_eager(core.adapter, "image", items)
                 self.synchronize()
                 with profiler(activities=[activity]) as trace:
                     run_eager(core.adapter, "image", items)
                     self.synchronize()
-            events = sorted(trace.key_averages(), key=lambda event: -getattr(event, key))
-            total = sum(getattr(event, key) for event in events)
+                replay_ms = None
+                fits = self.budgets_for(items)
+                if self.on_cuda and graphs is not None and fits:
+                    graphs.run(items, fits[0])
+                    replay_ms = device_us(graphs._captured[fits[0]].graph.replay) / 1e3  # type: ignore[union-attr]
+            events = [(event.key, event.count, getattr(event, key) / 1e3) for event in trace.key_averages()]
             yield (
-                f"{count}x{side}^2",
-                {
-                    "device_ms": round(total / 1e3, 3),
-                    "top": [
-                        {
-                            "kernel": event.key[:90],
-                            "calls": event.count,
-                            "ms": round(getattr(event, key) / 1e3, 3),
-                            "share": round(getattr(event, key) / total, 3) if total else 0.0,
-                        }
-                        for event in events[:12]
-                    ],
-                },
+                name,
+                {"slots": self.load(items).slots, "budget": fits[0] if fits else None} | summarise(events, replay_ms),
             )
 
+    def host(self) -> Iterator[Case]:
+        """Where a replayed pass's milliseconds go: writing inputs to pinned memory, upload, launching the graph (host
+        time) and its run (device time), copying the rows out, and the whole core. All but the last one by one, so the
+        sum is more than the whole."""
+        core = self.ready()
+        graphs = core._runners["image"].graphs
+        if graphs is None or not self.on_cuda:
+            yield "skipped", "needs graphs on a GPU"
+            return
+        for count, side in ((1, 224), (1, 336), (1, 1036), (20, 336)):
+            items = self.items(count, side)
+            fits = self.budgets_for(items)
+            if not fits:
+                continue
+            captured = graphs._captured[fits[0]]
+            inputs, graph = captured.inputs, captured.graph
+            with torch.inference_mode():
+                rows = graphs.run(items, fits[0])
+                launches = []
+                for _ in range(10):
+                    self.synchronize()
+                    started = time.perf_counter()
+                    graph.replay()  # type: ignore[union-attr]
+                    launches.append((time.perf_counter() - started) * 1e3)
+                yield (
+                    f"{count}x{side}^2",
+                    {
+                        "budget": fits[0],
+                        "input_mib": round(inputs.nbytes / 2**20, 2),
+                        "result_mib": round(sum(part.nbytes for part in rows) / 2**20, 2),
+                        "write_ms": self.time_ms(partial(inputs.write, items), 10)["median_ms"],
+                        "upload_ms": device_us(partial(inputs._arena.upload, inputs.nbytes)) / 1e3,
+                        "launch_ms": round(statistics.median(launches), 3),
+                        "replay_ms": device_us(graph.replay) / 1e3,  # type: ignore[union-attr]
+                        "copy_out_ms": self.time_ms(partial(copy_all, rows), 10)["median_ms"],
+                        "whole_ms": self.time_ms(partial(core.encode_all, items), 10)["median_ms"],
+                        "torch_threads": torch.get_num_threads(),
+                    },
+                )
+
+    def kernels(self) -> Iterator[Case]:
+        """Attention over frames and in windows, products and the residual: each way that there is, one layer each."""
+        if not self.on_cuda:
+            yield "skipped", "needs a GPU"
+            return
+        shape, device = shape_of(self.model), self._first_device()
+        padded = -(-shape.mlp_width // self.config.mlp_width_multiple) * self.config.mlp_width_multiple
+        yield from compare_frames(shape, self.dtype, device)
+        yield from compare_windows(shape, self.dtype, device)
+        yield from compare_products(shape, padded, self.dtype, device)
+
+    def backends(self) -> Iterator[Case]:
+        """The whole core with each attention over frames, on three budgets: which one should `auto` have taken?"""
+        if not self.on_cuda:
+            yield "skipped", "needs a GPU"
+            return
+        for backend in ("varlen", "triton_windows", "cudnn", "triton_frames", "auto"):
+            core = self.build(
+                replace(
+                    self.config,
+                    mm_encoder_attn_backend=backend,
+                    encoder_cudagraph_token_budgets=(64, 576, 1_408, 2_880),
+                )
+            )
+            times = {}
+            for count, side in ((1, 224), (4, 336), (1, 1036), (20, 336)):
+                items = self.items(count, side)
+                times[f"{count}x{side}^2"] = self.time_ms(partial(core.encode_all, items), 10)["median_ms"]
+            yield backend, times | {"attention": core.adapter._tower.attention.name}  # type: ignore[attr-defined]
+            del core
+            self.reserved_bytes()
+
+    def budgets_for(self, items: Sequence[VisionItem]) -> list[int]:
+        """Captured budgets that hold all items, ascending."""
+        graphs, load = self.ready()._runners["image"].graphs, self.load(items)
+        budgets = graphs.budgets if graphs is not None else ()
+        return [b.capacity.slots for b in budgets if b.capacity.shortage(load, len(items)) is None]
+
     def ladders(self) -> Iterator[Case]:
-        """Time and memory of capturing alone, for 1, 2 and 4 budgets per octave in a pool of their own."""
+        """Time and memory of capturing alone, for 1, 4 and 8 budgets per octave in a pool of their own."""
         core = self.ready()
         (path,) = (path for path in core.adapter.paths if path.name == "image")
-        for steps in (1, 2, 4):
+        for steps in (1, 4, 8):
             config = replace(self.config, encoder_cudagraph_steps_per_octave=steps)
             capacities = path_capacities(config, core.adapter, path, core.limit)
             pool = torch.cuda.graph_pool_handle() if self.on_cuda else None
@@ -492,6 +586,15 @@ def hf_inputs(
     return wide.expand(-1, -1, 2, -1).reshape(len(pixels), -1).to(dtype), grid
 
 
+def usual_load(slots: int) -> Load:
+    """Of 224^2 pictures: 256 patches each, which see each other."""
+    return Load(slots, slots * 4, pairs=slots * 4 * 256)
+
+
+def copy_all(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [to_host(part) for part in rows]
+
+
 def to_tensor(rows: Any) -> torch.Tensor:
     if isinstance(rows, Exception):
         raise rows
@@ -500,19 +603,23 @@ def to_tensor(rows: Any) -> torch.Tensor:
 
 
 PARTS = (
-    "parity",
     "setup",
     "latency",
     "mixed",
-    "data_parallel",
-    "transformers",
+    "host",
+    "kernels",
     "profile",
-    "replay_equals_eager",
     "packing",
-    "ladders",
+    "parity",
+    "replay_equals_eager",
+    "backends",
+    "data_parallel",
     "memory",
+    "transformers",
+    "ladders",
     "plain_kernels",
 )
+"""In the order of what they decide."""
 
 
 class Results:
@@ -559,10 +666,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds; no case begins after that")
+    parser.add_argument(
+        "--seconds", "--time-limit", type=float, default=300.0, help="no case begins after that (default: 300)"
+    )
+    parser.add_argument("--profile", action="store_true", help="only set up and profile")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="a tiny tower and tiny pictures: does the script run?")
+    parser.add_argument("--quantization", choices=("fp8",), help="of the blocks; emulated on a CPU (default: none)")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     on_cuda = arguments.device == "cuda"
@@ -575,11 +686,17 @@ def main() -> int:
             "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if on_cuda else "cpu",
             "python": platform.python_version(),
             "torch": torch.__version__,
+            "quantization": arguments.quantization,
         },
     )
-    bench = Bench(device=arguments.device, tiny=arguments.tiny, deadline_s=began + arguments.time_limit)
+    bench = Bench(
+        device=arguments.device,
+        tiny=arguments.tiny,
+        deadline_s=began + arguments.seconds,
+        quantization=arguments.quantization,
+    )
     failed = []
-    for part in arguments.parts.split(","):
+    for part in ("setup", "profile") if arguments.profile else arguments.parts.split(","):
         if time.perf_counter() > bench.deadline_s:
             results.add(part, "skipped", "out of time")
         elif not run_part(bench, part, results):

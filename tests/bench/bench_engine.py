@@ -1,6 +1,7 @@
 """The LM engine on one GPU, offline: a 7B-shaped Qwen2.5-VL decoder, random weights made on the device, bf16.
 
     python -m tests.bench.bench_engine --out tests/bench/results/engine_h200.json --time-limit 60
+    python -m tests.bench.bench_engine --out /tmp/engine_fp8.json --quantization fp8
     python -m tests.bench.bench_engine --out /tmp/engine.json --device cpu --tiny           (does it run?)
 
 Every part stands alone: one that fails leaves its error in the results and the next one runs. The results are written
@@ -8,6 +9,7 @@ after each case, so that whatever cuts the run short leaves what was measured.
 
     setup     load, fuse, choose kernels, record graphs
     kernels   attention and row kernels alone, with the memory traffic they reach
+    products  a layer's matrix products alone, with the quantising of their input if they are in 8 bits
     decode    one step of a batch: graph against eager, then with sampling
     prefill   one step of a prompt
     engine    scheduler, runner, sampler and detokeniser together: closed batches of requests
@@ -34,6 +36,7 @@ from tokenizers import Tokenizer, decoders, models
 from tqdm import tqdm
 
 from cache_service.identity import EmbeddingIdentity, EncoderFingerprint
+from deployments.fp8 import EmulatedFp8
 from deployments.lm_engine.attention import AttentionBackend, Rotary
 from deployments.lm_engine.build import capture_decodes, load_model
 from deployments.lm_engine.config import EngineConfig, ModelLimits
@@ -88,7 +91,7 @@ class NoEncodes:
 class Bench:
     """All parts; each yields its cases as they are done."""
 
-    def __init__(self, *, device: str, tiny: bool, deadline_s: float) -> None:
+    def __init__(self, *, device: str, tiny: bool, deadline_s: float, quantization: str | None = None) -> None:
         self.device, self.tiny, self.deadline_s = torch.device(device), tiny, deadline_s
         self.on_cuda = self.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.on_cuda else torch.float32
@@ -99,6 +102,7 @@ class Bench:
             model="bench",
             device=self.device.type,  # type: ignore[arg-type]
             load_format="dummy",
+            quantization=quantization,  # type: ignore[arg-type]
             max_num_seqs=self.batches[-1],
             max_num_batched_tokens=256 if tiny else 8192,
             block_size=BLOCK_SIZE,
@@ -122,7 +126,8 @@ class Bench:
                 "tie_word_embeddings": False,
             }
             (Path(folder) / "config.json").write_text(json.dumps(config))
-            self._model = model = load_model(self.config, Path(folder), self.dtype, self.device)
+            fp8 = None if self.on_cuda else EmulatedFp8()
+            self._model = model = load_model(self.config, Path(folder), self.dtype, self.device, fp8)
         self.synchronize()
         load_s = time.perf_counter() - begin_s
         layout = model.kv_layout(BLOCK_SIZE)
@@ -207,6 +212,25 @@ class Bench:
             for name, (call, num_bytes) in calls.items():
                 ms = self.time_ms(call)
                 yield f"{name}, 4096 rows", {"ms": ms, "gib_per_s": round(num_bytes / 2**30 / ms * 1e3, 1)}
+
+    def products(self) -> Iterator[Case]:
+        layers: Any = self._ready()[0].model.layers
+        for name in ("qkv_proj", "gate_up_proj", "down_proj"):
+            if not hasattr(layers[0], name):
+                continue  # the library's own layers
+            inner, outer = getattr(layers[0], name).in_features, getattr(layers[0], name).out_features
+            for num_rows in (1, 16, 32, 256, 1518, 8192):
+                x = torch.randn(num_rows, inner, device=self.device).to(self.dtype)
+
+                @torch.inference_mode()
+                def all_layers(name: str = name, x: torch.Tensor = x) -> None:
+                    for layer in layers:
+                        getattr(layer, name)(x)
+
+                # All layers in a row, so that launches overlap the work and no weight is in a cache.
+                ms = self.time_ms(all_layers) / len(layers)
+                tflops = 2 * num_rows * inner * outer / ms / 1e9
+                yield f"{name}, {num_rows} rows", {"layer_ms": round(ms, 4), "tflop_per_s": round(tflops, 1)}
 
     def engine(self) -> Iterator[Case]:
         for batch, num_tokens in ((self.batches[0], 16), (self.batches[-1] // 8 or 1, 64)):
@@ -307,7 +331,7 @@ class Bench:
         )
 
 
-PARTS = ("setup", "decode", "prefill", "kernels", "engine")
+PARTS = ("setup", "decode", "prefill", "kernels", "products", "engine")
 
 
 def main(arguments: list[str]) -> int:
@@ -316,17 +340,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--time-limit", type=float, default=120.0, help="seconds after which no case starts")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a model that runs anywhere, to see that all parts work")
+    parser.add_argument("--quantization", choices=("fp8",), help="of the layers; emulated on a CPU (default: none)")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--commit", default="unknown", help="of the tree, for the record (default: %(default)s)")
     options = parser.parse_args(arguments)
     deadline_s = time.perf_counter() + options.time_limit
-    bench = Bench(device=options.device, tiny=options.tiny, deadline_s=deadline_s)
+    bench = Bench(device=options.device, tiny=options.tiny, deadline_s=deadline_s, quantization=options.quantization)
     results: dict[str, Any] = {
         "command": " ".join(["python -m tests.bench.bench_engine", *arguments]),
         "commit": options.commit,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if bench.on_cuda else platform.processor(),
         "torch": torch.__version__,
+        "quantization": options.quantization,
         "parts": {},
     }
     failed = 0

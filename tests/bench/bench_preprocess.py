@@ -1,6 +1,6 @@
 """Preprocessing of one picture, JPEG bytes to patches, against the transformers image processor. Both in one run.
 
-    python tests/bench/bench_preprocess.py [--rounds 15] [--size 1920x1080]
+    python -m tests.bench.bench_preprocess [--rounds 15] [--size 1920x1080]
 
 One thread each; medians; CPU-bound regime, nothing cached. Theirs ends with normalised float32 that holds each temporal
 frame twice, ours with uint8 patches (the encoder's first projection takes the rest), which is part of the gain.
@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
 import torch
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -31,17 +30,7 @@ from deployments.preprocessor.families.qwen2_vl import Qwen2VLFamily
 from deployments.preprocessor.media import Inspection, MediaOptions
 from deployments.preprocessor.processor import MediaProcessor
 from deployments.preprocessor.resize import PixelLimits
-
-
-def photo_like_jpeg(width: int, height: int, *, seed: int = 7, grain_levels: float = 6.0) -> bytes:
-    """Smooth areas, edges and grain, so that the file is as large as a photo's."""
-    rng = np.random.default_rng(seed)
-    base = Image.fromarray(rng.integers(0, 256, (height // 40, width // 40, 3), dtype=np.uint8))
-    smooth = np.asarray(base.resize((width, height), Image.Resampling.BICUBIC), np.float32)
-    grain = rng.normal(0, grain_levels, (height, width, 1)).astype(np.float32)
-    buffer = io.BytesIO()
-    Image.fromarray(np.clip(smooth + grain, 0, 255).astype(np.uint8)).save(buffer, "JPEG", quality=85)
-    return buffer.getvalue()
+from tests.bench.pictures import photo_like_jpeg
 
 
 def medians_ms(calls: Sequence[Callable[[], object]], rounds: int) -> list[float]:

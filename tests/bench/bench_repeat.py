@@ -67,7 +67,7 @@ from deployments.vision_encoder.encoder import Rows
 from deployments.vision_encoder.packing import Load
 from deployments.vision_encoder.service import EncoderService
 from deployments.vision_encoder.stats import EncoderStats
-from tests.bench.bench_preprocess import photo_like_jpeg
+from tests.bench.pictures import photo_like_jpeg
 from tests.redis.rig import config as redis_config
 from tests.redis.rig import running_server
 from tests.serve.app_process import running_app

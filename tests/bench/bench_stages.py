@@ -28,7 +28,7 @@ from tqdm import tqdm
 from app.serve import LocalServer, load_config
 from deployments.handles import EngineHandle, PreprocessorHandle
 from deployments.messages import EncodeRequest, PrepareRequest, TextPrompt
-from tests.bench.bench_preprocess import photo_like_jpeg
+from tests.bench.pictures import photo_like_jpeg
 from tests.bench.record import header
 
 CONFIG = Path(__file__).parents[2] / "serve_configs" / "dev.yaml"

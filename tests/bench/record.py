@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 
-def header(bench: str) -> dict[str, Any]:
-    """Name, date, machine and command of `tests/bench/bench_<bench>.py`, run as a module."""
+def header(bench: str, module: str | None = None) -> dict[str, Any]:
+    """Name, date, machine and command of `tests/bench/bench_<bench>.py`, run as a module, or of another `module`."""
     return {
         "bench": bench,
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "command": " ".join([f"python -m tests.bench.bench_{bench}", *sys.argv[1:]]),
+        "command": " ".join([f"python -m {module or f'tests.bench.bench_{bench}'}", *sys.argv[1:]]),
     }

@@ -37,6 +37,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "uuid_bindings_total.result": ("new", "same", "rebound", "refused"),
     "engine_stage_seconds.stage": ("queue", "encode", "prefill", "generation"),
     "encoder_batch_failures_total.kind": ("out_of_memory", "error"),
+    "encoder_peak_bytes.kind": ("predicted", "measured"),
     "requests_in_flight.state": ("running", "queued"),
     "scheduler_requests.state": ("running", "waiting"),
     "kv_blocks.state": ("used", "cached", "free"),

@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from cache_service.identity import EmbeddingIdentity, ItemIdentity
+from deployments.fp8 import Fp8Ops
 from deployments.lm_engine.build import capture_decodes, load_model
 from deployments.lm_engine.config import EngineConfig
 from deployments.lm_engine.embed_store import EmbedStore
@@ -38,10 +39,14 @@ class Rig:
     decodes: DecodeReplay | None
 
 
-def make_rig(device: str, dtype: torch.dtype, **options: object) -> Rig:
-    """A runner as the server builds it."""
+def make_rig(device: str, dtype: torch.dtype, *, fp8: Fp8Ops | None = None, **options: object) -> Rig:
+    """A runner as the server builds it.
+
+    Args:
+        fp8: What `quantization="fp8"` computes with; what the device has if None.
+    """
     config = EngineConfig(model=str(MODEL), device=device, max_num_seqs=8, **options)  # type: ignore[arg-type]
-    model = load_model(config, MODEL, dtype, torch.device(device))
+    model = load_model(config, MODEL, dtype, torch.device(device), fp8)
     layout = model.kv_layout(BLOCK_SIZE)
     make = choose_attention(config.attention_backend, layout, model.num_heads, torch.device(device))
     backend = make(KVTensors(layout, BLOCKS_EACH * len(QUESTIONS), device))

@@ -18,7 +18,12 @@ from deployments.vision_encoder.config import EncoderConfig
 from deployments.vision_encoder.data_parallel import DataParallelCore
 from deployments.vision_encoder.encoder import EncoderCore
 from deployments.vision_encoder.forward import run_eager
-from deployments.vision_encoder.kernel_choice import choose_attention, choose_ops
+from deployments.vision_encoder.kernel_choice import (
+    choose_attention,
+    choose_ops,
+    frame_candidates,
+    usable_frames,
+)
 from deployments.vision_encoder.ops import PlainOps
 from deployments.vision_encoder.packing import Load
 from deployments.vision_encoder.weights import TensorWeights
@@ -153,7 +158,9 @@ def test_float32_on_cuda_runs_eagerly_and_equals_cpu() -> None:
     assert {mode for _, mode in core.stats.invocations} == {"eager"}
 
 
-@pytest.mark.parametrize("backend", ["varlen", "triton_windows", "sdpa_masked", "sdpa_segments"])
+@pytest.mark.parametrize(
+    "backend", ["varlen", "cudnn", "triton_frames", "triton_windows", "sdpa_masked", "sdpa_segments"]
+)
 def test_every_backend_agrees(backend: str) -> None:
     core, exact = make_core("qwen2_5_vl", mm_encoder_attn_backend=backend), exact_adapter("qwen2_5_vl")
     items = [item for item in random_items(exact, MIXED) if item.modality == "image"]
@@ -205,8 +212,12 @@ def test_the_fused_kernels_pass_their_check_on_the_published_shapes(model_type: 
     shape = shape_of({"model_type": model_type, "vision_config": {}})
     device = torch.device("cuda")
     assert choose_ops(True, shape, torch.bfloat16, device).name == "triton"
-    frames, windows = choose_attention("auto", shape, torch.bfloat16, device)
-    assert (frames.name, windows.name) == ("varlen", "triton_windows" if shape.window_slots else "varlen")
+    _, windows = choose_attention("auto", shape, torch.bfloat16, device)
+    if shape.window_slots:
+        assert windows.name == "triton_windows"
+    usable, problems = usable_frames("", shape, torch.bfloat16, device)
+    assert not problems
+    assert {frames.name for frames in usable} == set(frame_candidates())
 
 
 def test_rows_that_stay_on_the_device_are_complete_and_outlive_later_passes() -> None:

@@ -25,7 +25,7 @@ from deployments.lm_engine.model import LanguageModel, load_language_model
 from deployments.lm_engine.model_runner import ModelRunner
 from deployments.lm_engine.plan import EncodeStart
 from deployments.lm_engine.request_stream import fold
-from deployments.lm_engine.sampler import Sample, Sampler, SamplingState
+from deployments.lm_engine.sampler import PendingSamples, Sampler, SamplingState
 from deployments.lm_engine.scheduler import Scheduler
 from deployments.lm_engine.tokenizer import TokenDecoder, eos_token_ids, load_tokenizer
 from deployments.messages import GenerateRequest, MediaItem, Modality, SamplingParams, SequenceDelta
@@ -167,10 +167,10 @@ class RecordingSampler(Sampler):
         super().__init__(seed=seed)
         self.rows: dict[int, list[torch.Tensor]] = defaultdict(list)
 
-    def sample(self, states: Sequence[SamplingState], logits: torch.Tensor) -> list[Sample | SightlineError]:
+    def draw(self, states: Sequence[SamplingState], logits: torch.Tensor) -> PendingSamples:
         for state, row in zip(states, logits, strict=True):
             self.rows[id(state)].append(row.clone())
-        return super().sample(states, logits)
+        return super().draw(states, logits)
 
 
 class DelayedEncodes:
@@ -226,6 +226,7 @@ class Rig:
             max_item_patches=max_item_slots * MERGE**2,
         )
         self.scheduler_config = config.resolve(limits)
+        self.overlap = bool(config.async_scheduling)
         self.vlm = vlm
         self.sampler = RecordingSampler(seed=config.seed)
         self.encodes = DelayedEncodes(vlm, delay_steps)
@@ -247,6 +248,7 @@ class Rig:
             position_rule=self.vlm.lm.position_rule,
             fingerprint=FINGERPRINT,
             eos_token_ids=self.eos_token_ids,
+            overlap=self.overlap,
         )
 
     def grammar_compiler(self) -> GrammarCompiler:
@@ -292,7 +294,9 @@ class Rig:
 
     def logits(self, request_id: str) -> torch.Tensor:
         """[tokens, vocab] that the first choice's tokens were chosen from."""
-        return torch.stack(self.sampler.rows[id(self._states[request_id])])
+        # With overlap there may be one more, computed in vain.
+        num_tokens = len(self.result(request_id).token_ids)
+        return torch.stack(self.sampler.rows[id(self._states[request_id])][:num_tokens])
 
     def assert_equals_generate(self, request_id: str, prompt: Prompt, num_tokens: int = 8) -> None:
         """Same greedy tokens as transformers' generate(), and logits within 1e-4."""

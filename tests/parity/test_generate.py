@@ -16,6 +16,9 @@ DEMO_MODEL = Path(__file__).parents[2] / "serve_configs" / "demo_model"
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
+overlaps = pytest.mark.parametrize("overlap", [False, True], ids=["step by step", "overlapped"])
+
+
 def mixed_prompts(vlm: TinyVlm) -> dict[str, Prompt]:
     """Text only, one picture, several of different sizes, a picture first, the same picture twice."""
     return {
@@ -29,14 +32,15 @@ def mixed_prompts(vlm: TinyVlm) -> dict[str, Prompt]:
     }
 
 
+@overlaps
 @families
 @pytest.mark.parametrize("max_num_batched_tokens", [256, 16, 7, 3, 1])
 def test_mixed_batch_with_chunks_that_cut_inside_pictures(
-    make_vlm: MakeVlm, family: Family, max_num_batched_tokens: int
+    make_vlm: MakeVlm, family: Family, max_num_batched_tokens: int, overlap: bool
 ) -> None:
     vlm = make_vlm(family)
     prompts = mixed_prompts(vlm)
-    rig = Rig(vlm, max_num_batched_tokens=max_num_batched_tokens, delay_steps=2)
+    rig = Rig(vlm, max_num_batched_tokens=max_num_batched_tokens, delay_steps=2, async_scheduling=overlap)
     for name, prompt in prompts.items():
         rig.add(name, prompt)
     rig.run()
@@ -89,11 +93,12 @@ def test_requests_join_and_leave_midway(make_vlm: MakeVlm, family: Family) -> No
         assert not any(delta.finish_reason for delta in rig.deltas[f"{name}-leaves", 0])
 
 
+@overlaps
 @families
-def test_preemption_recomputes_the_same(make_vlm: MakeVlm, family: Family) -> None:
+def test_preemption_recomputes_the_same(make_vlm: MakeVlm, family: Family, overlap: bool) -> None:
     vlm = make_vlm(family)
     prompts = mixed_prompts(vlm)
-    rig = Rig(vlm, num_gpu_blocks_override=16, enable_prefix_caching=False)
+    rig = Rig(vlm, num_gpu_blocks_override=16, enable_prefix_caching=False, async_scheduling=overlap)
     for name, prompt in prompts.items():
         rig.add(name, prompt, num_tokens=16)
     rig.run()
@@ -226,8 +231,9 @@ def test_tied_embeddings(make_vlm: MakeVlm, family: Family) -> None:
     rig.assert_equals_generate("one", prompt)
 
 
+@overlaps
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_happens_the_answers_are_the_same(make_vlm: MakeVlm, seed: int) -> None:
+def test_whatever_happens_the_answers_are_the_same(make_vlm: MakeVlm, seed: int, overlap: bool) -> None:
     """Random budgets, arrivals, encoder delays and departures; small pools, so preemption and eviction happen."""
     rng = random.Random(seed)
     vlm = make_vlm(rng.choice(FAMILIES))
@@ -241,6 +247,7 @@ def test_whatever_happens_the_answers_are_the_same(make_vlm: MakeVlm, seed: int)
         encoder_cache_slots=rng.choice([16, 24, 64]),
         enable_prefix_caching=rng.random() < 0.7,
         delay_steps=rng.choice([0, 1, 4]),
+        async_scheduling=overlap,
     )
     stay: dict[str, Prompt] = {}
     for number in range(14):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.serve._private.http_util import validate_http_proxy_callback_return
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
@@ -162,6 +164,17 @@ def test_secrets_come_from_the_environment_on_every_pod() -> None:
         for name in (redis_variable, "SIGHTLINE_API_KEYS"):
             assert "secretKeyRef" in by_name[name]["valueFrom"], name
         assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+
+
+def test_every_pod_hides_the_loss_of_an_ingress_replica_and_sees_that_of_a_node_soon() -> None:
+    cluster = yaml.safe_load((FOLDER / "kuberay.yaml").read_text(encoding="utf-8"))["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        values = {variable["name"]: variable.get("value") for variable in container["env"]}
+        module, _, attribute = values["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"].partition(":")
+        assert validate_http_proxy_callback_return(getattr(importlib.import_module(module), attribute)())
+        checks = [int(values[f"RAY_health_check_{name}_ms"]) for name in ("period", "timeout")]
+        assert 5 * sum(checks) <= 20_000  # Ray's threshold is five failures
 
 
 def test_the_largest_deployment_fits_the_cluster_at_its_largest() -> None:

@@ -52,10 +52,13 @@ def _qwen2_5_vl_rule(config: ModelConfig) -> MRopeRule:
 FAMILIES = (
     Family(model_type="qwen2_vl", position_rule=_qwen2_vl_rule),
     Family(model_type="qwen2_5_vl", position_rule=_qwen2_5_vl_rule),
-    Family(
-        model_type="qwen3_vl",
-        position_rule=_qwen2_vl_rule,
-        deepstack_levels=lambda config: len(config["vision_config"]["deepstack_visual_indexes"]),
+    *(
+        Family(
+            model_type=model_type,
+            position_rule=_qwen2_vl_rule,
+            deepstack_levels=lambda config: len(config["vision_config"]["deepstack_visual_indexes"]),
+        )
+        for model_type in ("qwen3_vl", "qwen3_vl_moe")
     ),
     *(
         Family(model_type=model_type, position_rule=lambda config: TextRule())

@@ -15,6 +15,7 @@ _LOADERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Family]] = {
     "qwen2_vl": load_qwen2_vl,
     "qwen2_5_vl": load_qwen2_vl,
     "qwen3_vl": load_qwen3_vl,
+    "qwen3_vl_moe": load_qwen3_vl,
 }
 
 

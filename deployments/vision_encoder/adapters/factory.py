@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from deployments.fp8 import Fp8Ops
 from deployments.vision_encoder.adapters import qwen2_5_vl, qwen2_vl, qwen3_vl
 from deployments.vision_encoder.adapters.qwen_vl import QwenVLAdapter, WeightReader
 from deployments.vision_encoder.adapters.tower import Normalisation, TowerShape, TowerWeights
-from deployments.vision_encoder.attention import Attention
+from deployments.vision_encoder.attention import Attention, StackedAttention
 from deployments.vision_encoder.ops import Ops
+from deployments.vision_encoder.quantization import quantize_tower
 from deployments.vision_encoder.weights import WeightSource
 
 
@@ -55,10 +57,11 @@ def build_adapter(
     dtype: torch.dtype,
     device: torch.device,
     attention: Attention,
-    window_attention: Attention,
+    window_attention: Attention | StackedAttention,
     ops: Ops,
     normalisation: Mapping[str, Normalisation] | None = None,
     mlp_width_multiple: int = 1,
+    fp8: Fp8Ops | None = None,
 ) -> QwenVLAdapter:
     """Adapter of the family that `config["model_type"]` names.
 
@@ -66,6 +69,7 @@ def build_adapter(
         config: The model's config.json.
         normalisation: By path (`image`, `video`); the family's usual one if None.
         mlp_width_multiple: Pad the MLP's inner width with zeros to a multiple of this.
+        fp8: What the blocks compute with in eight bits; None leaves them in `dtype`.
 
     Raises:
         ValueError: Unknown family, or tensors that are missing or of the wrong shape.
@@ -74,7 +78,10 @@ def build_adapter(
     shape = shape_of(config)
     reader = WeightReader(source, dtype, device, mlp_width_multiple)
     folded = normalisation or {"image": family.normalisation, "video": family.normalisation}
-    return QwenVLAdapter(shape, family.read_weights(shape, reader, folded), attention, window_attention, ops)
+    weights = family.read_weights(shape, reader, folded)
+    if fp8 is not None:
+        weights, ops = quantize_tower(weights, ops, fp8)
+    return QwenVLAdapter(shape, weights, attention, window_attention, ops)
 
 
 def read_normalisation(folder: Path, config: Mapping[str, Any]) -> dict[str, Normalisation]:

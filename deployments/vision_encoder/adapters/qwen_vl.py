@@ -15,6 +15,7 @@ Buffers of a pass of S slots (P = S * merge^2 patches, F frames, W windows):
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,9 @@ from deployments.vision_encoder.adapters.tower import (
     TowerWeights,
     fold_normalisation,
 )
-from deployments.vision_encoder.attention import Attention
+from deployments.vision_encoder.attention import Attention, StackedAttention
 from deployments.vision_encoder.geometry import (
+    CACHED_GRIDS,
     Grid,
     bilinear_taps,
     patch_positions,
@@ -41,6 +43,7 @@ from deployments.vision_encoder.geometry import (
     window_order,
     window_positions,
 )
+from deployments.vision_encoder.host_copy import copy_bytes
 from deployments.vision_encoder.ops import Norm, Ops
 from deployments.vision_encoder.packing import Capacity, Load
 from deployments.vision_encoder.weights import WeightSource
@@ -57,7 +60,7 @@ class QwenVLAdapter:
         shape: TowerShape,
         weights: TowerWeights,
         attention: Attention,
-        window_attention: Attention,
+        window_attention: Attention | StackedAttention,
         ops: Ops,
     ) -> None:
         self.shape = shape
@@ -75,8 +78,12 @@ class QwenVLAdapter:
         self.activation_bytes_per_patch = elements * self.dtype.itemsize
         self._tower = Tower(shape, weights, attention, window_attention, ops)
         self._row = {"image": shape.image_row, "video": shape.video_row}
+        self._describe_cached = lru_cache(CACHED_GRIDS)(self._describe)
 
     def describe(self, modality: Modality, grid: Grid) -> ItemSpec:
+        return self._describe_cached(modality, grid)
+
+    def _describe(self, modality: Modality, grid: Grid) -> ItemSpec:
         t, h, w = grid
         merge = self.shape.merge
         if t < 1 or h < merge or w < merge or h % merge or w % merge or (modality == "image" and t != 1):
@@ -91,7 +98,7 @@ class QwenVLAdapter:
         if self.shape.window_slots:
             side = self.shape.window_slots * merge
             segments = t * -(-h // side) * -(-w // side)
-        load = Load(slots, patches, segments, t, h * w)
+        load = Load(slots, patches, segments, t, h * w, t * (h * w) ** 2)
         return ItemSpec(slots, (patches, self._row[modality]), {modality: load})
 
     def capacity(self, path: str, slots: int, items: int, frames: int) -> Capacity:
@@ -117,7 +124,11 @@ class QwenVLAdapter:
 
     def write_inputs(self, path: str, items: Sequence[VisionItem], host: Mapping[str, np.ndarray]) -> None:
         shape = self.shape
-        _write_rows(host["patches"], [item.patches for item in items])
+        end = 0
+        for item in items:
+            copy_bytes(host["patches"][end : end + len(item.patches)], item.patches)
+            end += len(item.patches)
+        host["patches"][end:] = 0
         if shape.window_slots:
             geometry = [window_order(item.grid, shape.merge, shape.window_slots) for item in items]
             positions = [window_positions(item.grid, shape.merge, shape.window_slots) for item in items]
@@ -184,6 +195,8 @@ class WeightReader:
 
     def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device, mlp_multiple: int) -> None:
         self._source, self._dtype, self._device, self._mlp_multiple = source, dtype, device, mlp_multiple
+        # Rows of other lengths keep products off the tensor cores' fast paths.
+        self._row_multiple = 64 if device.type == "cuda" else 1
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         return self._source.take(name, shape).to(self._device, self._dtype)
@@ -207,30 +220,23 @@ class WeightReader:
         offset = self._source.take("patch_embed.proj.bias", (shape.width,)).to(self._device) if bias else None
         projections = {}
         for path, normalisation in normalisations.items():
-            folded = fold_normalisation(weight, offset, normalisation, repeated_frames=path == "image")
-            projections[path] = Linear(*(tensor.to(self._dtype) for tensor in folded))
+            folded, constant = fold_normalisation(weight, offset, normalisation, repeated_frames=path == "image")
+            padded = _pad(folded, 1, self._row_multiple)
+            projections[path] = Linear(padded.to(self._dtype), constant.to(self._dtype))
         return projections
 
     def mlp_in(self, names: Sequence[str], shape: TowerShape) -> Linear:
         """The input projections stacked, each padded to the same multiple with rows of zeros."""
         layers = [self.linear(name, shape.mlp_width, shape.width) for name in names]
         return Linear(
-            torch.cat([self._pad(layer.weight, 0) for layer in layers]),
-            torch.cat([self._pad(layer.bias, 0) for layer in layers if layer.bias is not None]),
+            torch.cat([_pad(layer.weight, 0, self._mlp_multiple) for layer in layers]),
+            torch.cat([_pad(layer.bias, 0, self._mlp_multiple) for layer in layers if layer.bias is not None]),
         )
 
     def mlp_out(self, name: str, shape: TowerShape) -> Linear:
         """Padded inner columns are zeros; every known activation maps a zero row to zero, so results are unchanged."""
         layer = self.linear(name, shape.width, shape.mlp_width)
-        return Linear(self._pad(layer.weight, 1), layer.bias)
-
-    def _pad(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        missing = -tensor.shape[dim] % self._mlp_multiple
-        if not missing:
-            return tensor
-        size = list(tensor.shape)
-        size[dim] = missing
-        return torch.cat((tensor, tensor.new_zeros(size)), dim)
+        return Linear(_pad(layer.weight, 1, self._mlp_multiple), layer.bias)
 
     def block(self, layer: int, shape: TowerShape, mlp_in: Sequence[str], mlp_out: str) -> Block:
         name = f"blocks.{layer}"
@@ -253,6 +259,16 @@ class WeightReader:
             fc1=self.linear(f"{name}.{fc1}", merged, merged),
             fc2=self.linear(f"{name}.{fc2}", shape.out_width, merged),
         )
+
+
+def _pad(tensor: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
+    """With zeros at the end of `dim`, up to a multiple."""
+    missing = -tensor.shape[dim] % multiple
+    if not missing:
+        return tensor
+    size = list(tensor.shape)
+    size[dim] = missing
+    return torch.cat((tensor, tensor.new_zeros(size)), dim)
 
 
 def axial_theta(config: Mapping[str, Any]) -> float:

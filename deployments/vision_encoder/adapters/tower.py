@@ -13,11 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from deployments.vision_encoder.attention import Attention, Segments
-from deployments.vision_encoder.ops import ACTIVATIONS, Norm, Ops
-
-PIXEL_CENTRE = 128
-"""Subtracted from pixels before the first product: exact in bfloat16, and it keeps the folded bias small."""
+from deployments.vision_encoder.attention import Attention, Rotated, Segments, StackedAttention
+from deployments.vision_encoder.ops import ACTIVATIONS, PIXEL_CENTRE, Norm, Ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +100,7 @@ class Merger:
 @dataclass(frozen=True, slots=True)
 class TowerWeights:
     embed: Mapping[str, Linear]
-    """First projection by path, with normalisation folded in."""
+    """First projection by path, with normalisation folded in; columns past a patch's row are zero."""
     blocks: tuple[Block, ...]
     merger: Merger
     deepstack: tuple[Merger, ...] = ()
@@ -153,11 +150,15 @@ class Tower:
         shape: TowerShape,
         weights: TowerWeights,
         attention: Attention,
-        window_attention: Attention,
+        window_attention: Attention | StackedAttention,
         ops: Ops,
     ) -> None:
         self.shape, self.weights = shape, weights
         self.attention, self.window_attention, self.ops = attention, window_attention, ops
+        self._frames: StackedAttention = Rotated(ops, attention)
+        self._windows: StackedAttention = (
+            window_attention if isinstance(window_attention, StackedAttention) else Rotated(ops, window_attention)
+        )
         device = weights.merger.fc2.weight.device
         head_dim = shape.width // shape.heads
         spread = torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2)
@@ -172,20 +173,20 @@ class Tower:
         angles = (inputs["positions"].float()[:, :, None] * self._inverse_frequency).flatten(1)
         cos, sin = angles.cos(), angles.sin()
         rows = hidden.shape[0]
-        frames = self.attention.plan(Segments(inputs["frame_borders"], longest_patches), rows)
+        frames = self._frames.plan(Segments(inputs["frame_borders"], longest_patches), rows)
         if shape.window_slots:
             longest_window = min(longest_patches, shape.window_slots**2 * shape.unit)
-            windows = self.window_attention.plan(Segments(inputs["window_borders"], longest_window), rows)
+            windows = self._windows.plan(Segments(inputs["window_borders"], longest_window), rows)
         levels = []
         blocks = self.weights.blocks
         normed = ops.norm(hidden, blocks[0].norm1)
         for layer, block in enumerate(blocks):
-            q, k, v = ops.rotary(block.qkv(normed), cos, sin, shape.heads)
             if shape.window_slots and layer not in shape.full_layers:
-                mixed = self.window_attention.attend(q, k, v, windows, self._scale)
+                attention, plan = self._windows, windows
             else:
-                mixed = self.attention.attend(q, k, v, frames, self._scale)
-            hidden, normed = ops.add_norm(hidden, block.proj(mixed.reshape(rows, -1)), block.norm2)
+                attention, plan = self._frames, frames
+            mixed = attention.attend_stacked(block.qkv(normed), cos, sin, shape.heads, plan, self._scale)
+            hidden, normed = ops.add_norm(hidden, block.proj(mixed), block.norm2)
             following = blocks[layer + 1].norm1 if layer + 1 < len(blocks) else self.weights.merger.norm
             hidden, normed = ops.add_norm(hidden, self._mlp(block, normed), following)
             if layer in shape.deepstack_layers:
@@ -197,11 +198,9 @@ class Tower:
 
     def _embed(self, path: str, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         shape, projection = self.shape, self.weights.embed[path]
-        patches = inputs["patches"]
-        if shape.window_slots:
-            grouped = patches.view(-1, shape.unit * patches.shape[1]).index_select(0, inputs["slot_order"])
-            patches = grouped.view(patches.shape)
-        hidden = projection(patches.to(projection.weight.dtype) - PIXEL_CENTRE)
+        order = inputs["slot_order"] if shape.window_slots else None
+        width, dtype = projection.weight.shape[1], projection.weight.dtype
+        hidden = projection(self.ops.unpack(inputs["patches"], order, shape.unit, width, dtype))
         table = self.weights.position_table
         if table is None:
             return hidden

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 
 from deployments.errors import InvalidRequestError
 from deployments.vision_encoder.adapters.base import BufferSpec, ItemSpec, Modality, PathSpec, VisionItem
-from deployments.vision_encoder.adapters.tower import PIXEL_CENTRE, Linear
+from deployments.vision_encoder.adapters.tower import Linear
 from deployments.vision_encoder.attention import Attention, Segments
-from deployments.vision_encoder.ops import Norm
+from deployments.vision_encoder.ops import PIXEL_CENTRE, Norm
 from deployments.vision_encoder.packing import Capacity, Load
 
 
@@ -79,9 +79,9 @@ class TwoTowerAdapter:
             raise InvalidRequestError(f"{modality} grid is {grid}; a picture has 1 x rows x columns tiles, or none")
         view, tile = self.shape.slots["global"], self.shape.slots["local"]
         tiles = rows * columns
-        loads = {"global": Load(view, view, 0, 1, view)}
+        loads = {"global": Load(view, view, 0, 1, view, view**2)}
         if tiles:
-            loads["local"] = Load(tiles * tile, tiles * tile, 0, tiles, tile)
+            loads["local"] = Load(tiles * tile, tiles * tile, 0, tiles, tile, tiles * tile**2)
         side = self.shape.tile_side
         num_slots = view + 1 + rows * side * (columns * side + 1)
         return ItemSpec(num_slots, (view + tiles * tile, self.shape.row), loads)

@@ -11,7 +11,7 @@ import pytest
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
 
 from deployments.request_router import AffinityRouter
-from deployments.routing import session_id
+from deployments.routing import replica_session, session_id
 
 DEPLOYMENT = DeploymentID("LMEngine", "sightline")
 
@@ -75,3 +75,18 @@ async def test_a_dead_replica_is_left_at_once_by_its_requests_and_its_keys(route
 async def test_calls_without_a_session_are_offered_somewhere(router: AffinityRouter) -> None:
     assert sorted(await offered(router, "")) == list("abcd")
     assert await router.choose_replicas([], call("")) == []
+
+
+async def test_a_call_for_one_replica_is_offered_to_that_one_however_loaded(router: AffinityRouter) -> None:
+    for name in "abcd":
+        router.on_new_queue_len_info(ReplicaID(name, DEPLOYMENT), 50 if name == "b" else 0)
+        assert await offered(router, replica_session(name)) == [name]
+
+
+async def test_a_call_for_a_replica_that_is_gone_is_offered_to_others_which_refuse_it(router: AffinityRouter) -> None:
+    router.on_request_routed(call(replica_session("b")), ReplicaID("b", DEPLOYMENT), None)  # type: ignore[arg-type]
+    router.on_replica_actor_died(ReplicaID("b", DEPLOYMENT))
+    for _ in range(2):
+        ranked = await offered(router, replica_session("b"))
+        assert sorted(ranked) == list("acd")
+        router.on_request_routed(call(replica_session("b")), ReplicaID(ranked[0], DEPLOYMENT), None)  # type: ignore[arg-type]

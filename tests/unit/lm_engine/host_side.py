@@ -109,6 +109,10 @@ class Driver:
     """Runs a scheduler as an engine would, and checks each plan against what it may contain."""
 
     scheduler: Scheduler
+    overlap: bool = False
+    """Schedule a step before the tokens of the one before are known."""
+    unresolved: StepPlan | None = None
+    """The step whose tokens are not known yet."""
     store: set[EmbeddingIdentity] = field(default_factory=set)
     """Resident embeddings, as the device side would have them."""
     in_flight: dict[EmbeddingIdentity, EncodeStart] = field(default_factory=dict)
@@ -140,13 +144,24 @@ class Driver:
         self._run_chunks()
         return self.plan
 
+    @property
+    def to_resolve(self) -> StepPlan:
+        """The step whose tokens the next `update` enters."""
+        return (self.unresolved or StepPlan()) if self.overlap else self.plan
+
     def update(self, stop: Iterable[str] = ()) -> list[Sequence]:
-        """Every sampling chunk gets token EOS; sequences in `stop` end with it."""
-        sampled = [SampledToken(chunk.sequence_id, EOS) for chunk in self.plan.chunks if chunk.samples]
+        """Every sampling chunk of `to_resolve` gets token EOS; sequences in `stop` end with it."""
+        plan, stop = self.to_resolve, set(stop)
+        sampled = [SampledToken(chunk.sequence_id, EOS) for chunk in plan.chunks if chunk.samples]
         finished: dict[str, FinishDecision] = {
-            token.sequence_id: ("stop", EOS) for token in sampled if token.sequence_id in set(stop)
+            token.sequence_id: ("stop", EOS) for token in sampled if token.sequence_id in stop
         }
-        ended = self.scheduler.update(self.plan, sampled, finished)
+        if self.overlap:
+            ended = self.scheduler.resolve(plan, sampled, finished)
+            self.scheduler.advance(self.plan)
+            self.unresolved = self.plan
+        else:
+            ended = self.scheduler.update(plan, sampled, finished)
         self.ended += ended
         return ended
 
@@ -190,6 +205,7 @@ class Driver:
             stop = chunk.start + chunk.num_tokens
             assert chunk.num_tokens > 0
             assert list(chunk.token_ids) == seq.token_ids[chunk.start : stop]
+            self._check_pending(chunk)
             assert chunk.positions.shape == (1, chunk.num_tokens)
             assert chunk.samples == (stop == seq.num_tokens)
             assert stop <= len(chunk.block_ids) * block_size, "a token has no place"
@@ -204,6 +220,14 @@ class Driver:
                     assert rows.get(position - chunk.start) == expected[2], "wrong row of an embedding"
                     self.cache[place] = expected
 
+    def _check_pending(self, chunk: SequenceChunk) -> None:
+        """Pending tokens point to the row where the step before drew this very sequence's token."""
+        for token in chunk.token_ids:
+            if token < 0:
+                assert self.unresolved is not None, "a pending token though all are known"
+                rows = [c.sequence_id for c in self.unresolved.chunks if c.samples]
+                assert rows[-1 - token] == chunk.sequence_id, "another sequence's pending token"
+
     def _contents_of(self, seq: Sequence) -> list[tuple[object, ...]]:
         """For each position: (hash of all before and at it, token, embedding row), which its KV depends on."""
         contents = self.contents.setdefault(seq.sequence_id, [])
@@ -213,6 +237,7 @@ class Driver:
         chain = contents[-1][0] if contents else hash((seq.namespace, seq.cache_salt))
         for position in range(len(contents), seq.num_tokens):
             token, row = seq.token_ids[position], rows.get(position)
+            token = EOS if token < 0 else token  # what it will turn out to be
             chain = hash((chain, token, row))
             contents.append((chain, token, row))
         return contents

@@ -219,10 +219,10 @@ def test_a_failed_step_ends_what_was_in_it_and_nothing_else(vlm: TinyVlm, prompt
     run = rig.runner.run
     faults = iter([False, False, True])
 
-    def fail_once(plan: StepPlan) -> torch.Tensor:
+    def fail_once(plan: StepPlan, previous: torch.Tensor | None = None) -> torch.Tensor:
         if next(faults, False):
             raise RuntimeError("device on fire")
-        return run(plan)
+        return run(plan, previous)
 
     rig.runner.run = fail_once  # type: ignore[method-assign]
     rig.add("in-it", prompt)
@@ -244,7 +244,7 @@ def test_deltas_made_before_a_fault_in_the_same_step_are_not_lost(vlm: TinyVlm, 
     def broken(*args: object) -> None:
         raise RuntimeError("bookkeeping")
 
-    rig.engine._scheduler.update = broken  # type: ignore[method-assign, assignment]
+    rig.engine._scheduler.resolve = broken  # type: ignore[method-assign, assignment]
     rig.step()
     tokens, _ = vlm.expected(prompt, 8)
     assert (list(rig.result("ends").token_ids), rig.result("ends").finish_reason) == (tokens[:2], "length")

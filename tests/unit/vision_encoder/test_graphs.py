@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from deployments.vision_encoder.adapters.base import VisionItem
 from deployments.vision_encoder.build import build_core
 from deployments.vision_encoder.config import EncoderConfig
+from deployments.vision_encoder.costs import PassCost
 from deployments.vision_encoder.encoder import EncoderCore, Rows
 from deployments.vision_encoder.forward import InputBuffers
 from deployments.vision_encoder.graphs import GraphManager
@@ -166,8 +167,36 @@ def test_a_budget_slower_than_eager_is_off() -> None:
     core = make_core()
     capacities = [core.adapter.capacity("image", slots, 4, 4) for slots in (16, 64)]
     manager = GraphManager(core.adapter, "image", capacities, capture=False)
-    manager.prepare(scripted([5.0, 1.0]), eager_cost_s=lambda slots: 2.0)  # largest first: 64 takes 5 s
+    manager.prepare(scripted([5.0, 1.0]), PassCost(((1, 2.0), (2, 2.0))))  # largest first: 64 takes 5 s
     assert [budget.capacity.slots for budget in manager.budgets] == [16]
+
+
+def test_a_budget_that_was_disturbed_costs_no_more_than_a_larger_one() -> None:
+    core = make_core()
+    capacities = [core.adapter.capacity("image", slots, 4, 4) for slots in (16, 64)]
+    manager = GraphManager(core.adapter, "image", capacities, capture=False)
+    manager.prepare(scripted([1.0, 5.0]))
+    assert [budget.cost_s for budget in manager.budgets] == [1.0, 1.0]
+
+
+def test_pairs_are_not_part_of_what_a_budget_costs_at_all() -> None:
+    core = make_core()
+    manager = GraphManager(core.adapter, "image", [core.adapter.capacity("image", 64, 1, 1)], capture=False)
+    manager.prepare(scripted([1.0]), PassCost(((64, 2.0),), pair_s=1e-6))
+    (budget,) = manager.budgets
+    (whole,) = (core.adapter.describe("image", (1, 16, 16)).loads["image"],)
+    assert budget.cost_s == pytest.approx(1.0 - 1e-6 * 256**2)
+    assert budget.replay_s(whole) == pytest.approx(1.0)
+
+
+def test_all_budgets_share_their_input_memory() -> None:
+    core = make_core()
+    capacities = [core.adapter.capacity("image", slots, 4, 4) for slots in (16, 64)]
+    manager = GraphManager(core.adapter, "image", capacities, capture=False)
+    manager.prepare(scripted())
+    inputs = [manager._captured[slots].inputs for slots in (16, 64)]
+    assert len({buffers.device["patches"].data_ptr() for buffers in inputs}) == 1
+    assert manager.input_bytes == max(buffers.nbytes for buffers in inputs)
 
 
 def test_no_video_budgets_if_no_frames_may_be_captured() -> None:

@@ -23,11 +23,11 @@ LIMIT = Capacity(slots=300, patches=1_200, items=6, segments=1_000, frames=20)
 
 
 def load(slots: int, frames: int = 1) -> Load:
-    return Load(slots, slots * 4, slots // 4 + 1, frames, slots * 4 // frames)
+    return Load(slots, slots * 4, slots // 4 + 1, frames, slots * 4 // frames, (slots * 4) ** 2 // frames)
 
 
-def budget(slots: int, cost_s: float, items: int = 6, frames: int = 12) -> Budget:
-    return Budget(Capacity(slots, slots * 4, items, slots // 2 + 8, frames), cost_s)
+def budget(slots: int, cost_s: float, items: int = 6, frames: int = 12, pair_s: float = 0.0) -> Budget:
+    return Budget(Capacity(slots, slots * 4, items, slots // 2 + 8, frames), cost_s, pair_s)
 
 
 @st.composite
@@ -36,10 +36,11 @@ def rules(draw: st.DrawFn) -> Rules:
     costs = sorted(draw(st.floats(0.1, 10.0)) for _ in slots)
     fixed, each = draw(st.floats(0.1, 5.0)), draw(st.floats(0.0, 0.1))
     most_bytes = draw(st.integers(300, 1_500))
+    pair_s = draw(st.sampled_from([0.0, 1e-7, 1e-5]))
     return Rules(
-        budgets=tuple(budget(s, c, items=draw(st.integers(1, 6))) for s, c in zip(slots, costs, strict=True)),
+        budgets=tuple(budget(s, c, draw(st.integers(1, 6)), pair_s=pair_s) for s, c in zip(slots, costs, strict=True)),
         limit=LIMIT,
-        eager_cost_s=lambda load: fixed + each * load.slots,
+        eager_cost_s=lambda load: fixed + each * load.slots + pair_s * load.pairs,
         admits=lambda load: load.patches <= most_bytes,
     )
 
@@ -123,6 +124,17 @@ def test_small_items_fill_the_slack_of_a_large_one() -> None:
 def test_two_cheap_replays_beat_one_dear_one() -> None:
     batches = plan_batches([load(64), load(64)], fixed_rules(budget(64, 1.0), budget(128, 5.0)))
     assert [b.budget for b in batches] == [64, 64]
+
+
+def test_small_items_are_run_together_though_one_large_item_of_their_size_would_cost_more() -> None:
+    """Eight of 32 slots in one eager pass have an eighth of the pairs of one item of 256."""
+    rules = Rules(
+        budgets=(budget(32, 1.0, pair_s=1e-5), budget(256, 7.0, items=8, pair_s=1e-5)),
+        limit=Capacity(300, 1_200, 8, 1_000, 20),
+        eager_cost_s=lambda load: 100.0,
+    )
+    assert rules.choose(load(256), 1)[0] > 8 * rules.choose(load(32), 1)[0]
+    assert [b.budget for b in plan_batches([load(32)] * 8, rules)] == [256]
 
 
 def test_an_item_over_the_ladder_runs_eagerly_and_says_why() -> None:

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deployments.vision_encoder.calibrate import eager_sizes
 from deployments.vision_encoder.config import EncoderConfig
-from deployments.vision_encoder.costs import EagerCost
+from deployments.vision_encoder.costs import PassCost, fit_pair_seconds, fit_pass_cost
 from deployments.vision_encoder.ladder import make_ladder
 from deployments.vision_encoder.memory_model import MemoryPoint, fit_memory_model
+from deployments.vision_encoder.packing import Load
 
 
 @pytest.mark.parametrize(
@@ -50,13 +52,14 @@ def test_ladders() -> None:
     assert make_ladder(64, 1000) == (64, 128, 256, 512, 1000)
     assert make_ladder(64, 256, steps_per_octave=4) == (64, 80, 96, 112, 128, 160, 192, 224, 256)
     assert make_ladder(100, 800, slot_step=100) == (100, 200, 400, 800)
+    assert make_ladder(64, 128, steps_per_octave=8) == (64, 72, 80, 88, 96, 104, 112, 120, 128)
     assert make_ladder(64, 32) == (32,)
     assert make_ladder(64, 1024, explicit=(512, 100)) == (100, 512)
     with pytest.raises(ValueError, match="2048"):
         make_ladder(64, 1024, explicit=(2048,))
 
 
-@given(st.integers(1, 200), st.integers(1, 20_000), st.sampled_from([1, 2, 4]), st.integers(1, 300))
+@given(st.integers(1, 200), st.integers(1, 20_000), st.sampled_from([1, 2, 4, 8]), st.integers(1, 300))
 def test_a_ladder_is_ascending_in_steps_and_reaches_the_top(low: int, high: int, steps: int, step: int) -> None:
     ladder = make_ladder(low, high, steps_per_octave=steps, slot_step=step)
     assert list(ladder) == sorted(set(ladder))
@@ -65,17 +68,64 @@ def test_a_ladder_is_ascending_in_steps_and_reaches_the_top(low: int, high: int,
         assert ladder[-1] == high // step * step
 
 
-def test_eager_cost_interpolates_and_extends() -> None:
-    cost = EagerCost(((100, 1.0), (200, 2.0), (400, 6.0)))
-    assert [cost(slots) for slots in (1, 100, 150, 200, 300, 400, 500)] == [1.0, 1.0, 1.5, 2.0, 4.0, 6.0, 8.0]
-    assert EagerCost(((100, 1.0),))(300) == 3.0
+def many(slots: int, pairs: int = 0) -> Load:
+    return Load(slots, slots * 4, pairs=pairs)
+
+
+def test_pass_cost_interpolates_and_extends() -> None:
+    cost = PassCost(((100, 1.0), (200, 2.0), (400, 6.0)))
+    assert [cost(many(slots)) for slots in (1, 100, 150, 200, 300, 400, 500)] == [1.0, 1.0, 1.5, 2.0, 4.0, 6.0, 8.0]
+    assert PassCost(((100, 1.0),)).curve_s(300) == 3.0
+    assert PassCost(((100, 1.0),), pair_s=0.5)(many(100, pairs=4)) == 3.0
+
+
+@pytest.mark.parametrize("points", [(), ((200, 1.0), (100, 2.0)), ((100, 2.0), (200, 1.0)), ((1, 1.0), (1, 1.0))])
+def test_pass_cost_refuses_points_that_are_none(points: tuple[tuple[int, float], ...]) -> None:
     with pytest.raises(ValueError, match="ascending"):
-        EagerCost(((200, 1.0), (100, 2.0)))
+        PassCost(points)
 
 
-def test_noise_never_makes_more_work_look_cheaper() -> None:
-    cost = EagerCost(((100, 2.0), (200, 1.0)))
-    assert cost(150) == cost(300) == 2.0 or cost(150) >= 1.0
+@given(
+    st.lists(st.tuples(st.integers(1, 4_000), st.floats(0, 10)), min_size=1, max_size=10),
+    st.floats(0, 1e-6),
+    st.integers(1, 5_000),
+    st.integers(1, 5_000),
+)
+def test_more_work_never_looks_cheaper(measured: list[tuple[int, float]], pair_s: float, few: int, more: int) -> None:
+    cost = fit_pass_cost([(many(slots, slots**2), seconds) for slots, seconds in measured], pair_s)
+    few, more = sorted((few, more))
+    assert cost(many(few, few**2)) <= cost(many(more, more**2)) + 1e-9
+
+
+def test_a_disturbed_measurement_is_taken_from_its_neighbour() -> None:
+    cost = fit_pass_cost([(many(100), 1.0), (many(200), 9.0), (many(300), 3.0)], 0.0)
+    assert cost.points == ((100, 1.0), (200, 3.0), (300, 3.0))
+
+
+@given(st.floats(1e-4, 1e-2), st.floats(0, 1e-5), st.floats(0, 1e-9), st.integers(1, 4_000), st.integers(0, 10**7))
+def test_a_cost_of_this_form_is_found_again(fixed: float, slot_s: float, pair_s: float, slots: int, pairs: int) -> None:
+    def true_s(load: Load) -> float:
+        return fixed + slot_s * load.slots + pair_s * load.pairs
+
+    one, split = many(4_000, 16_000**2), many(4_000, 62 * 256**2)
+    found = fit_pair_seconds((one, true_s(one)), (split, true_s(split)))
+    cost = fit_pass_cost([(load, true_s(load)) for load in (many(1), split)], found)
+    assert cost(many(slots, pairs)) == pytest.approx(true_s(many(slots, pairs)), rel=1e-3)
+
+
+def test_a_pair_costs_nothing_where_noise_says_less() -> None:
+    assert fit_pair_seconds((many(10, 100), 1.0), (many(10, 20), 2.0)) == 0.0
+    assert fit_pair_seconds((many(10, 20), 2.0), (many(10, 20), 1.0)) == 0.0
+
+
+@given(st.sets(st.integers(1, 500), min_size=1), st.integers(1, 40))
+def test_eager_sizes_are_few_and_hold_both_ends(ladder: set[int], step: int) -> None:
+    slots = [budget * step for budget in ladder]
+    sizes = eager_sizes(slots, step)
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (min(slots), max(slots))
+    assert all(size % step == 0 for size in sizes)
+    assert len(sizes) <= (max(slots) // min(slots)).bit_length() + 1
 
 
 def test_a_linear_memory_use_is_found_again() -> None:
