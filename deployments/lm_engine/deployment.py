@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
@@ -31,6 +32,8 @@ from deployments.ports import ObjectStore, VisionEncoder
 from deployments.telemetry import ReplicaTelemetry, StageRecord
 from deployments.telemetry_config import TelemetryConfig
 
+SWITCH_INTERVAL_S = 0.0005
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
@@ -52,6 +55,9 @@ class LMEngine:
         self._setup(options, EncoderHandle(encoder), RayObjectStore())
 
     def _setup(self, options: EngineOptions, encoder: VisionEncoder, store: ObjectStore) -> None:
+        # The event loop must not keep the engine's thread from the interpreter for the default of 5 ms: a step may take
+        # less than that.
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         config = options.config
         folder: Path = resolve_model(config.model, config.revision, config_only=config.load_format == "dummy")
         self._replica: str = serve.get_replica_context().replica_id.unique_id

@@ -6,10 +6,15 @@ import pytest
 import torch
 
 from deployments.lm_engine.attention import SdpaBackend
+from deployments.lm_engine.build import capture_mixed, load_model
+from deployments.lm_engine.config import EngineConfig
+from deployments.lm_engine.embed_store import EmbedStore
 from deployments.lm_engine.kernel_choice import choose_attention, choose_row_ops
-from deployments.lm_engine.kv_tensors import KVLayout
-from deployments.lm_engine.plan import SequenceChunk
-from tests.gpu.lm_steps import BLOCKS_EACH, QUESTIONS, forced_logits, make_rig
+from deployments.lm_engine.kv_tensors import KVLayout, KVTensors
+from deployments.lm_engine.model_runner import ModelRunner
+from deployments.lm_engine.plan import SequenceChunk, StepPlan, pending_token
+from tests.gpu.lm_steps import BLOCK_SIZE, BLOCKS_EACH, MODEL, QUESTIONS, forced_logits, make_rig
+from tests.unit.lm_engine.mixed_steps import MixedSteps
 from tests.unit.lm_engine.paged_cases import Case, Heads, largest_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -114,3 +119,61 @@ def test_replays_equal_the_call_on_the_same_inputs() -> None:
         assert torch.isfinite(replayed).all()
         assert torch.equal(replayed, called)
     assert len(QUESTIONS) == len(lengths)
+
+
+def test_mixed_replays_equal_the_eager_pass() -> None:
+    """Random steps, on a pool of NaN: replays equal the same pass called, and the eager one but for rounding."""
+    from deployments.lm_engine.mixed_graphs import MixedGraphs
+
+    config = EngineConfig(model=str(MODEL), device="cuda", max_num_seqs=8)
+    model = load_model(config, MODEL, torch.bfloat16, torch.device("cuda"))
+    layout = model.kv_layout(BLOCK_SIZE)
+    make = choose_attention("triton", layout, model.num_heads, torch.device("cuda"))
+    pools = [KVTensors(layout, BLOCKS_EACH * 6, "cuda") for _ in range(2)]
+    for pool in pools:
+        pool._pools.fill_(float("nan"))
+    backends = [make(pool) for pool in pools]
+    mixed = capture_mixed(config, model, backends[1], BLOCKS_EACH * BLOCK_SIZE)
+    assert isinstance(mixed, MixedGraphs)
+    runners = [
+        ModelRunner(model, backends[0], EmbedStore()),
+        ModelRunner(model, backends[1], EmbedStore(), None, mixed),
+    ]
+    steps = MixedSteps(
+        model, block_size=BLOCK_SIZE, blocks_each=BLOCKS_EACH, num_sequences=6, longest=180, with_pictures=True
+    )
+    for runner in runners:
+        for identity, rows in steps.embeddings().items():
+            runner.put_embedding(identity, rows)
+    num_replayed = 0
+    for plan in steps.plans(24):
+        num_replayed += mixed.fits(plan.chunks)
+        expected, replayed = (runner.run(plan) for runner in runners)
+        assert torch.isfinite(replayed).all()
+        if replayed.numel() and mixed.fits(plan.chunks):
+            assert torch.cosine_similarity(replayed, expected, dim=-1).min() > 0.999
+            num_tokens = sum(chunk.num_tokens for chunk in plan.chunks)
+            size = mixed._size_for(num_tokens)
+            recorded = mixed._replays[size]().clone()
+            with torch.inference_mode():
+                called = mixed._forward(size)
+            assert torch.equal(recorded[:num_tokens], called[:num_tokens])
+    assert num_replayed >= 12
+
+
+def test_pending_tokens_are_those_the_device_drew() -> None:
+    """A decode step fed with tokens that only the device knows equals one fed with the tokens themselves."""
+    rig = make_rig("cuda", torch.bfloat16)
+    forced_logits(rig, None, 2)
+    drawn = torch.tensor([100, 200, 300], device="cuda")
+    logits = []
+    for tokens in ([100, 300], [pending_token(0), pending_token(2)]):
+        chunks = tuple(
+            SequenceChunk(
+                str(index), 40, [token], rig.model.position_rule.positions(50, ()).slice(40, 41),
+                range(index * BLOCKS_EACH, (index + 1) * BLOCKS_EACH), True,
+            )
+            for index, token in enumerate(tokens)
+        )  # fmt: skip
+        logits.append(rig.runner.run(StepPlan(chunks), drawn).clone())
+    assert torch.equal(*logits)
