@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve stop test test-fast lint types format check bench
+.PHONY: help setup serve stop test test-fast test-cluster lint types format check bench
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,7 +33,10 @@ test: $(STAMP)  ## The whole test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-fast: $(STAMP)  ## Without the slow tests and those that start a cluster or a server
-	$(BIN)/python -m pytest -m 'not slow and not serve and not redis' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m 'not slow and not serve and not redis and not cluster' $(PYTEST_ARGS)
+
+test-cluster: $(STAMP)  ## What takes a cluster of several nodes: kills, roll-outs, down-scaling, shutting down (20 min)
+	$(BIN)/python -m pytest -m cluster $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## ruff: style and formatting
 	$(BIN)/ruff check .

@@ -7,7 +7,8 @@
     queue, one line per tenant ── waited `queue_timeout_s` ──▶ 503
 
 A freed place goes to the tenant with the fewest running requests, and among equals to the one served longest ago: a
-tenant that floods the server waits behind itself. Numbers are per ingress replica.
+tenant that floods the server waits behind itself. Before a shutdown admission is closed: what has come in goes on, what
+comes is refused. Numbers are per ingress replica.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import ClassVar
 
 from cache_service.rate_limit import Denial, RateLimiter
 from cache_service.tenants import Tenant
-from deployments.errors import OverloadedError, RateLimitError
+from deployments.errors import NotReadyError, OverloadedError, RateLimitError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +81,24 @@ class Admission:
         self._lines: dict[str, _Line] = {}
         self._num_starts = 0
         self.stats = AdmissionStats()
+        self.is_closed = False
+        """Whether all new requests are refused."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that hold a place or wait for one."""
+        return self.stats.running + self.stats.queued
+
+    def check_open(self) -> None:
+        """Raises NotReadyError if admission is closed."""
+        if self.is_closed:
+            raise NotReadyError("The server is shutting down.", code="shutting_down", retry_after_s=1)
 
     @asynccontextmanager
     async def place(self, tenant: Tenant) -> AsyncIterator[None]:
         """Hold a place while the block runs. Raises RateLimitError or OverloadedError at once where none will be had,
-        OverloadedError after `queue_timeout_s` where none came free."""
+        OverloadedError after `queue_timeout_s` where none came free, NotReadyError if admission is closed."""
+        self.check_open()
         self._check_tenant(tenant)
         line = self._lines.setdefault(tenant.name, _Line())
         try:

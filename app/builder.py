@@ -73,6 +73,7 @@ def build(args: dict[str, Any]) -> Application:
     _check_worst_case(config, slots, patches)
     config = _with_dtype(_absolute(config, folder), card)
     _check_quantization(config)
+    _check_transfer(config)
     _check_tensor_parallel(config.lm_engine.tensor_parallel_size, folder)
     fingerprint = encoder_fingerprint(config, folder)
     redis = config.cache.resolve(os.environ)
@@ -80,7 +81,11 @@ def build(args: dict[str, Any]) -> Application:
         config.preprocessor, config.model, config.revision, config.telemetry, redis
     )
     encoder_options = EncoderOptions(
-        config=config.vision_encoder, fingerprint=fingerprint, telemetry=config.telemetry, redis=redis
+        config=config.vision_encoder,
+        fingerprint=fingerprint,
+        telemetry=config.telemetry,
+        redis=redis,
+        transfer=config.embedding_transfer,
     )
     engine_options = EngineOptions(
         config=config.lm_engine,
@@ -88,6 +93,7 @@ def build(args: dict[str, Any]) -> Application:
         telemetry=config.telemetry,
         max_item_slots=slots,
         max_item_patches=patches,
+        transfer=config.embedding_transfer,
     )
     # These two hold streams, and a replica that leaves lets them finish.
     drain_s = config.server.request_timeout_s + DRAIN_MARGIN_S
@@ -155,6 +161,26 @@ def _check_quantization(config: AppConfig) -> None:
             raise ConfigError(
                 f"{section}.quantization is {stage.quantization!r}, which needs a GPU and dtype bfloat16; device is "
                 f"{stage.device!r} and dtype {stage.dtype!r}"
+            )
+
+
+def _check_transfer(config: AppConfig) -> None:
+    """What only a replica can find out, such as an absent package, stops that replica; see direct_store.py."""
+    transfer, encoder = config.embedding_transfer, config.vision_encoder
+    if transfer == "object_store":
+        return
+    if config.encoder_placement == "colocated":
+        raise ConfigError(
+            f"embedding_transfer is {transfer!r}, but encoder_placement is 'colocated': embeddings stay in the replica"
+        )
+    if transfer == "cuda_ipc":
+        for section in ("vision_encoder", "lm_engine"):
+            if getattr(config, section).device == "cpu":
+                raise ConfigError(f"embedding_transfer is 'cuda_ipc', but {section}.device is 'cpu'")
+        if encoder.data_parallel_size > 1:
+            raise ConfigError(
+                f"embedding_transfer is 'cuda_ipc', but vision_encoder.data_parallel_size is"
+                f" {encoder.data_parallel_size}; allowed: 1"
             )
 
 

@@ -20,6 +20,7 @@ from app.admission import AdmissionConfig
 from app.limits import EdgeLimits
 from cache_service.redis_config import RedisTierConfig
 from deployments.lm_engine.config import EngineConfig
+from deployments.ports import EmbeddingTransfer
 from deployments.preprocessor.config import PreprocessorConfig
 from deployments.telemetry_config import TelemetryConfig
 from deployments.vision_encoder.config import EncoderConfig
@@ -114,6 +115,11 @@ class AppConfig:
     """Defaults for every picture, such as min_pixels and max_pixels."""
     encoder_placement: Placement = "deployment"
     """`deployment`: an autoscaled vision encoder of its own; `colocated`: inside each LM engine replica."""
+    embedding_transfer: EmbeddingTransfer = "object_store"
+    """Embeddings' way from encoder to engine. `object_store` works everywhere. `nixl` reads the encoder's memory from
+    the engine, over NVLink, InfiniBand or TCP, and needs the package nixl in both. `cuda_ipc` maps it, and needs both
+    on one GPU (`num_gpus` below 1 for each). With these two, both alpha in Ray, embeddings stay on the encoder's device
+    and its `cache_bytes` are memory of that. A colocated encoder has `object_store` only, and moves nothing."""
     server: ServerConfig
     preprocessor: PreprocessorConfig
     vision_encoder: EncoderConfig

@@ -58,7 +58,7 @@ class Ingress:
         self._admission = Admission(options.admission)
         own = serve.get_deployment_handle(context.deployment, context.app_name)
         settings = options.settings
-        replicas = Replicas(
+        self._replicas = replicas = Replicas(
             {context.deployment: own, "Preprocessor": preprocessor, "LMEngine": engine, **others},
             settings.model if options.telemetry.vllm_metric_names else None,
         )
@@ -70,7 +70,7 @@ class Ingress:
             request_timeout_s=settings.request_timeout_s,
         )
         hooks = ServerHooks(
-            check_ready=replicas.check_ready,
+            check_ready=self._check_ready,
             metrics_text=replicas.metrics_text,
             metrics_targets=replicas.metrics_targets,
             reset_prefix_cache=replicas.reset_prefix_cache,
@@ -90,11 +90,20 @@ class Ingress:
     async def ready(self) -> None:
         """Answering is being ready."""
 
+    async def set_draining(self, draining: bool) -> int:
+        """Refuse new requests, or take them again; returns the number of those under way here."""
+        self._admission.is_closed = draining
+        return self._admission.in_flight
+
     async def metrics(self) -> list[Metric]:
         return await self._telemetry.collect()
 
     async def metrics_target(self) -> dict[str, Any] | None:
         return await self._telemetry.target()
+
+    async def _check_ready(self) -> None:
+        self._admission.check_open()
+        await self._replicas.check_ready()
 
     def _samples(self) -> list[Sample]:
         stats = self._admission.stats

@@ -121,12 +121,13 @@ class Pipeline:
                     if prepared is None:
                         prepared = await self._prepare(call, trace, deadline, self._max_model_len - 1)
                         sampling = self._fit(call, len(prepared.token_ids))
-                    request = self._request(call, engine_id, prepared, sampling, deadline, trace)
                     trace.enter_engine()
-                    async with aclosing(self._run(request, deadline)) as batches:
+                    run = self._run(self._request(call, engine_id, prepared, sampling, deadline, trace), deadline)
+                    async with aclosing(run) as batches:
                         async for batch in batches:
                             if not started:
-                                started, call = True, call.without_payload()
+                                # It cannot be tried again: the prompt's refs to pixels must not outlive their use.
+                                started, call, prepared = True, call.without_payload(), None
                                 on_prepared()
                             trace.on_deltas(batch)
                             yield batch
@@ -221,7 +222,7 @@ class Pipeline:
 
     async def _run(self, request: GenerateRequest, deadline: _Deadline) -> AsyncGenerator[DeltaBatch, None]:
         """Submit and stream one attempt; whatever ends it early aborts the rest at the engine."""
-        unfinished = set(range(request.sampling.n))
+        request_id, unfinished = request.request_id, set(range(request.sampling.n))
         deltas: AsyncIterator[DeltaBatch] | None = None
         try:
             try:
@@ -229,7 +230,8 @@ class Pipeline:
             except (InvalidRequestError, OverloadedError):
                 unfinished.clear()  # Not admitted: there is nothing to abort.
                 raise
-            deltas = self._engine.stream(request.request_id)
+            del request  # with its refs to pixels; it is the engine's now
+            deltas = self._engine.stream(request_id)
             while unfinished:
                 try:
                     batch = await deadline.bound(anext(deltas))
@@ -240,7 +242,7 @@ class Pipeline:
                 yield batch
         finally:
             if unfinished:
-                await self._abort(request.request_id, deltas)
+                await self._abort(request_id, deltas)
 
     async def _abort(self, request_id: str, deltas: AsyncIterator[DeltaBatch] | None) -> None:
         # A task of its own: a caller that is cancelled twice must not keep the engine from hearing of it.

@@ -21,6 +21,7 @@ from deployments.errors import (
     DeadlineError,
     InternalError,
     NotFoundError,
+    NotReadyError,
     OverloadedError,
     RateLimitError,
     ReplicaLostError,
@@ -35,6 +36,7 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 REQUEST_ID, RETRY_AFTER = b"x-request-id", b"retry-after"
 SERVE_PATHS = "/-/"
 """Serve's own routes (health, routes), which load balancers read."""
+ROUTES = "/-/routes"
 
 
 def middlewares() -> list[Middleware]:
@@ -70,6 +72,8 @@ class LostReplicaMiddleware:
                 # One id over all attempts; the proxy would make up another each time.
                 headers = [*others, (REQUEST_ID, request_id)]
                 await self._app({**scope, "headers": headers}, body.receive, answer.send)
+                if answer.is_unknown_path:
+                    await answer.end_unserved(serves_others=await self._has_routes(scope))
                 if answer.has_ended or body.client_left:
                     return
                 if answer.has_started or attempt == self._max_attempts or not body.can_replay():
@@ -77,6 +81,20 @@ class LostReplicaMiddleware:
         finally:
             body.release()
         await answer.end_as_lost()
+
+    async def _has_routes(self, scope: MutableMapping[str, Any]) -> bool:
+        """Whether the proxy knows of any application; there is none before the first start and in a shutdown."""
+        messages: list[Message] = []
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Message) -> None:
+            messages.append(message)
+
+        await self._app({**scope, "method": "GET", "path": ROUTES, "raw_path": ROUTES.encode()}, receive, send)
+        body = b"".join(message.get("body", b"") for message in messages).strip()
+        return bool(messages) and messages[0].get("status") == 200 and body != b"{}"
 
 
 class _Budget:
@@ -140,6 +158,8 @@ class _Answer:
         self._is_stream = False
         self.has_started = False
         self.has_ended = False
+        self.is_unknown_path = False
+        """Serve knows no application for the path; what to say of that is `end_unserved`'s business."""
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -150,6 +170,9 @@ class _Answer:
             self._is_stream = headers.get(b"content-type", b"").startswith(b"text/event-stream")
             self._start()
         elif message["type"] == "http.response.body" and not message.get("more_body", False):
+            if self._refusal is not None and self._refusal["status"] == 404:
+                self.is_unknown_path = True
+                return
             self.has_ended = True
             if self._refusal is not None:
                 await self._refuse(_as_ours(self._refusal["status"]), dict(self._refusal["headers"]))
@@ -157,6 +180,15 @@ class _Answer:
         elif self._refusal is not None:
             return
         await self._send(message)
+
+    async def end_unserved(self, serves_others: bool) -> None:
+        """The end of a request for a path that no application has."""
+        assert self._refusal is not None
+        error: SightlineError = NotFoundError("No application serves this path.", code="unknown_route")
+        if not serves_others:
+            message = "No application runs right now: the server is starting or shutting down."
+            error = NotReadyError(message, code="unavailable", retry_after_s=1)
+        await self._refuse(error, dict(self._refusal["headers"]))
 
     async def end_as_lost(self) -> None:
         """The end of an answer whose replica is gone. One that has begun and is no stream is left cut off."""
@@ -190,8 +222,6 @@ class _Answer:
 
 def _as_ours(status: int) -> SightlineError:
     """What Serve itself answers with this status, in our words."""
-    if status == 404:
-        return NotFoundError("No application serves this path.", code="unknown_route")
     if status == 408:
         return DeadlineError("The request was not finished within the proxy's time limit.")
     if status == 429:

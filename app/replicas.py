@@ -54,7 +54,7 @@ class Replicas:
     async def metrics_targets(self) -> list[Mapping[str, Any]]:
         """Replicas that can be scraped directly, in the form of Prometheus's HTTP discovery; empty unless
         `scrape_replicas` is set. One that does not answer is left out until it does."""
-        asked = (_ask_each(handle, name, "metrics_target") for name, handle in self._handles.items())
+        asked = (_ask_each_there_is(handle, name, "metrics_target") for name, handle in self._handles.items())
         answers = await asyncio.gather(*asked)
         return [target for of_one, _ in answers for target in of_one if target is not None]
 
@@ -71,23 +71,35 @@ class Replicas:
             raise NotReadyError(f"The deployment {name} is not ready yet.", retry_after_s=1) from error
 
     async def _metrics(self, name: str, handle: DeploymentHandle) -> list[ShownPage[list[Metric]]]:
-        answers, num_silent = await _ask_each(handle, name, "metrics")
+        answers, num_silent = await _ask_each_there_is(handle, name, "metrics")
         return self._pages[name].update({replica_of(page): page for page in answers}, num_silent, time.monotonic())
 
 
-async def _ask_each(handle: DeploymentHandle, name: str, method: str) -> tuple[list[Any], int]:
-    """(answers of all replicas that gave one in time, number of those that stayed silent). The dead are neither."""
-    try:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            with translated(f"{name}.{method}"):
-                # What `results_async` itself waits for; it knows one time limit for all replicas together only.
-                results = await handle.broadcast(method)._fetch_replica_results_async()
-    except (TimeoutError, SightlineError):
-        return [], 0
+async def ask_each(
+    handle: DeploymentHandle, name: str, method: str, *args: object, timeout_s: float = ANSWER_TIMEOUT_S
+) -> tuple[list[Any], int]:
+    """(answers of all replicas that gave one in time, number of those that stayed silent). The dead are neither.
+
+    Raises:
+        NotReadyError: There are no replicas.
+        SightlineError, TimeoutError: It could not be found out which there are.
+    """
+    async with asyncio.timeout(timeout_s):
+        with translated(f"{name}.{method}"):
+            # What `results_async` itself waits for; it knows one time limit for all replicas together only.
+            results = await handle.broadcast(method, *args)._fetch_replica_results_async()
     if not results:
         return [], 0
     calls = [asyncio.ensure_future(result.get_async()) for result in results]
-    done, silent = await asyncio.wait(calls, timeout=ANSWER_TIMEOUT_S)
+    done, silent = await asyncio.wait(calls, timeout=timeout_s)
     for call in silent:
         call.cancel()
     return [call.result() for call in done if call.exception() is None], len(silent)
+
+
+async def _ask_each_there_is(handle: DeploymentHandle, name: str, method: str) -> tuple[list[Any], int]:
+    """`ask_each` for what is shown of replicas: none where that cannot be found out."""
+    try:
+        return await ask_each(handle, name, method)
+    except (TimeoutError, SightlineError):
+        return [], 0

@@ -2,7 +2,7 @@
 
 `serve run CONFIG` does the same on a cluster that is already there. This launcher adds what a laptop wants: no
 dashboard processes, a small object store, one line when the server is ready, an exit code when it cannot start, and a
-graceful stop (streams in flight finish) on Ctrl-C or SIGTERM.
+graceful stop on Ctrl-C or SIGTERM: answers under way come to their end, unless the signal comes a second time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import yaml
 
 EXIT_BAD_CONFIG = 2
 EXIT_START_FAILED = 3
+STOP_TIMEOUT_S = 660.0
+WATCH_EVERY_S = 2.0
 PROXY_MIDDLEWARES = "app.proxy:middlewares"
 
 log = logging.getLogger("sightline.serve")
@@ -37,6 +40,10 @@ def main(argv: list[str] | None = None) -> int:
         "--dashboard", action="store_true", help="start Ray's dashboard, and the agents that export Ray's own metrics"
     )
     parser.add_argument("--start-timeout-s", type=float, default=300, help="give up after (default: %(default)s s)")
+    parser.add_argument(
+        "--stop-timeout-s", type=float, default=STOP_TIMEOUT_S, help="when stopping, cut answers that are still under "
+        "way after (default: %(default)s s)",
+    )  # fmt: skip
     parser.add_argument("--port", type=int, help="listen on this port instead of the config's")
     parser.add_argument(
         "--set", metavar="NAME=VALUE", action="append", default=[], help="override one of the application's args, "
@@ -52,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     server = LocalServer(
         config, num_cpus=args.num_cpus, object_store_bytes=args.object_store_mb << 20, dashboard=args.dashboard
     )
-    return run_until_signalled(server, args.start_timeout_s)
+    return run_until_signalled(server, args.start_timeout_s, args.stop_timeout_s)
 
 
 def load_config(path: Path, port: int | None = None, overrides: list[str] | None = None) -> dict[str, Any]:
@@ -127,13 +134,30 @@ class LocalServer:
             self.stop()
             raise
 
-    def stop(self) -> None:
-        """Let requests in flight finish (bounded by each deployment's graceful_shutdown_timeout_s), then stop Ray."""
+    def stop(self, drain_timeout_s: float = 0.0, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """Stop Serve and Ray once nothing is under way, `drain_timeout_s` has passed, or `is_hurried` says so."""
         import ray
-        from ray import serve
 
-        serve.shutdown()
+        from app.shutdown import ServeShutdown
+
+        if not self.is_gone():
+            left = ServeShutdown(is_hurried).run(drain_timeout_s)
+            if not left.is_over:
+                log.warning("cut: %s", left)
         ray.shutdown()
+
+    def is_gone(self) -> bool:
+        """Whether Serve was shut down by someone else."""
+        from ray import serve
+        from ray.exceptions import ActorDiedError
+
+        try:
+            status = serve.status()
+        except ActorDiedError:  # of the controller, for good
+            return True
+        except Exception:  # it is busy, or on its way back
+            return False
+        return not (status.proxies or status.applications)
 
     def _deploy(self) -> None:
         from ray.serve._private.api import serve_start
@@ -169,25 +193,34 @@ class LocalServer:
                 raise StartError(f"not ready after {timeout_s:.0f} s: {line or 'no deployment started'}")
 
 
-def run_until_signalled(server: LocalServer, start_timeout_s: float) -> int:
-    """Start, serve until SIGINT or SIGTERM, stop gracefully; the exit code."""
-    stop = threading.Event()
-    _on_signal(stop)
+def run_until_signalled(server: LocalServer, start_timeout_s: float, stop_timeout_s: float) -> int:
+    """Start, serve until SIGINT or SIGTERM, or until `python -m app.stop`, stop gracefully; the exit code."""
+    stop, hurry = threading.Event(), threading.Event()
+    _on_signal(stop, hurry)
     try:
         server.start(start_timeout_s, cancelled=stop)
     except StartError as exc:
         log.error("%s", exc)
         return EXIT_START_FAILED
-    _on_signal(stop)  # once more: connecting to Ray has replaced the handlers by ones that end the process at once
-    stop.wait()
-    log.info("stopping: requests in flight finish first")
-    server.stop()
+    _on_signal(stop, hurry)  # once more: connecting to Ray has replaced the handlers by ones that end the process
+    while not stop.wait(WATCH_EVERY_S):
+        if server.is_gone():
+            log.info("Serve was shut down from elsewhere")
+            break
+    else:
+        log.info("stopping: answers under way come to their end first; once more cuts them")
+    server.stop(stop_timeout_s, hurry.is_set)
     return 0
 
 
-def _on_signal(stop: threading.Event) -> None:
+def _on_signal(stop: threading.Event, hurry: threading.Event) -> None:
+    def handle(*_: object) -> None:
+        if stop.is_set():
+            hurry.set()
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, handle)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,16 @@ is generated comes over one more stream per replica, which all requests share (d
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import grpc
 import ray
 from ray import exceptions as ray_exceptions
 from ray.serve import exceptions as serve_exceptions
@@ -25,7 +27,9 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from deployments.delta_channel import DeltaChannels, Inbox
 from deployments.errors import (
+    DeadlineError,
     InternalError,
+    InvalidRequestError,
     NotFoundError,
     NotReadyError,
     OverloadedError,
@@ -34,6 +38,7 @@ from deployments.errors import (
     RequestAbortedError,
     SightlineError,
 )
+from deployments.hedging import Answer, Hedger, HedgingConfig, Outcome
 from deployments.messages import (
     DeltaBatch,
     EncodedItem,
@@ -44,42 +49,77 @@ from deployments.messages import (
     PrepareRequest,
     Ref,
 )
-from deployments.routing import item_key, prompt_key, replica_session, session_id
+from deployments.routing import item_key, other_session, prompt_key, replica_session, session_id
 
 RETRY_AFTER_S = 1.0
+
+_LOST = (
+    serve_exceptions.ReplicaUnavailableError,
+    ray_exceptions.RayActorError,
+    ray_exceptions.ActorPlacementGroupRemoved,
+    ray_exceptions.LocalRayletDiedError,
+    ray_exceptions.NodeDiedError,
+    ray_exceptions.ObjectRefStreamEndOfStreamError,
+    ray_exceptions.OutOfMemoryError,
+    ray_exceptions.RpcError,
+    ray_exceptions.WorkerCrashedError,
+)
+"""Ray's and Serve's ways of saying that a replica, or what it runs on, has gone. OutOfMemoryError is Ray's killing of a
+process when its node runs short of memory; ObjectRefStreamEndOfStreamError an answer that ended before its value."""
+_LOST_CODES = frozenset(
+    {
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.UNKNOWN,
+    }
+)
 
 
 @contextmanager
 def translated(what: str) -> Iterator[None]:
     """Ray's and Serve's exceptions as SightlineErrors; `what` names the call in messages for the log.
 
-    A SightlineError raised in the replica comes back as itself. Cancellation passes through untouched.
+    A SightlineError raised in the replica comes back as itself. Cancellation passes through untouched. Whatever means
+    that a process or its machine has gone is one error, ReplicaLostError, however Ray came to know of it.
     """
     try:
         yield
-    except (SightlineError, asyncio.CancelledError):
+    except asyncio.CancelledError:
         raise
     except ray_exceptions.RayTaskError as exc:
-        cause = exc.cause if isinstance(exc.cause, BaseException) else None
+        # Before SightlineError: Ray makes a class that is both, and that no other process can read.
+        cause = exc.cause
+        while isinstance(cause, ray_exceptions.RayTaskError):
+            cause = cause.cause
         if isinstance(cause, SightlineError):
             raise cause from None
-        if isinstance(cause, Exception) and not isinstance(cause, ray_exceptions.RayTaskError):
+        if isinstance(cause, Exception):
             with translated(what):
                 raise cause from exc
         raise InternalError(f"{what}: {exc}") from exc
+    except SightlineError:
+        raise
     except serve_exceptions.BackPressureError as exc:
         raise OverloadedError(f"{what}: the queue is full", code="queue_full", retry_after_s=RETRY_AFTER_S) from exc
     except serve_exceptions.RequestCancelledError as exc:
         raise RequestAbortedError(f"{what}: cancelled") from exc
     except serve_exceptions.DeploymentUnavailableError as exc:
         raise NotReadyError(f"{what}: no replica can serve", retry_after_s=RETRY_AFTER_S) from exc
-    except (
-        serve_exceptions.ReplicaUnavailableError,
-        ray_exceptions.RayActorError,
-        ray_exceptions.WorkerCrashedError,
-        ray_exceptions.NodeDiedError,
-    ) as exc:
+    except _LOST as exc:
         raise ReplicaLostError(f"{what}: the replica is gone") from exc
+    except serve_exceptions.RayServeException as exc:
+        # Serve wraps the death of an actor that a call depends on.
+        if isinstance(exc.__cause__, _LOST):
+            raise ReplicaLostError(f"{what}: the replica is gone") from exc
+        raise InternalError(f"{what}: {type(exc).__name__}: {exc}") from exc
+    except grpc.RpcError as exc:
+        # Errors of the replica's own come as messages, so that a status tells of the connection or of its server.
+        code = exc.code() if isinstance(exc, grpc.aio.AioRpcError) else None
+        if code in _LOST_CODES:
+            raise ReplicaLostError(f"{what}: the connection to the replica broke: {code}") from exc
+        raise InternalError(f"{what}: {code}: {exc}") from exc
     except ray_exceptions.ObjectStoreFullError as exc:
         raise OverloadedError(f"{what}: the object store is full", retry_after_s=RETRY_AFTER_S) from exc
     except (ray_exceptions.ObjectLostError, ray_exceptions.GetTimeoutError) as exc:
@@ -105,9 +145,12 @@ class RayObjectStore:
 
     def put(self, value: Any) -> Ref:
         with translated("object store put"):
-            ref = ray.put(value)
+            ref = self._store(value)
         self._handover.hold(ref)
         return ref
+
+    def _store(self, value: Any) -> ray.ObjectRef:
+        return ray.put(value)
 
     async def get(self, ref: Ref) -> Any:
         with translated("object store get"):
@@ -185,11 +228,19 @@ class PreprocessorHandle:
 class EncoderHandle:
     """ports.VisionEncoder over a Serve handle: each item goes to the replica that its identity names.
 
-    The pictures of one request are so spread over replicas, and each replica has its own pictures in memory.
+    The pictures of one request are so spread over replicas, and each replica has its own pictures in memory. What a
+    replica does not answer for long is asked of the next one on the ring as well; see hedging.py.
     """
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    def __init__(self, handle: DeploymentHandle, hedging: HedgingConfig | None = None) -> None:
         self._handle = handle
+        self._hedger = Hedger(hedging or HedgingConfig(enabled=False), is_final=_is_final)
+        self._attempts = itertools.count()
+
+    @property
+    def hedges(self) -> Mapping[Outcome, int]:
+        """Second calls so far, by what became of them."""
+        return self._hedger.outcomes
 
     async def encode(self, request: EncodeRequest) -> tuple[EncodedItem, ...]:
         calls = (self._encode(replace(request, items=(item,))) for item in request.items)
@@ -203,8 +254,29 @@ class EncoderHandle:
     async def _encode(self, request: EncodeRequest) -> tuple[EncodedItem, ...]:
         """One item."""
         (item,) = request.items
+        # Each attempt has an id of its own, so that the router can tell which replica to avoid. A later attempt, after
+        # a loss, is free to go wherever the item belongs.
+        key, attempt = item_key(item), f"{request.request_id}.{next(self._attempts)}"
+        return await self._hedger.run(
+            item.num_patches,
+            lambda: self._call(request, session_id(key, attempt)),
+            lambda: self._call(request, other_session(key, attempt)),
+        )
+
+    async def _call(self, request: EncodeRequest, session: str) -> Answer[tuple[EncodedItem, ...]]:
         with translated("vision_encoder.encode"):
-            return await self._handle.options(session_id=session_id(item_key(item))).encode.remote(request)
+            response = self._handle.options(session_id=session).encode.remote(request)
+            try:
+                encoded = await response
+            except asyncio.CancelledError:
+                response.cancel()  # by itself only what awaits it would end, not the call
+                raise
+        return Answer(encoded, is_typical=all(item.origin != "memory" for item in encoded))
+
+
+def _is_final(error: BaseException) -> bool:
+    """Whether an item has no embeddings, whichever replica is asked."""
+    return isinstance(error, InvalidRequestError | DeadlineError)
 
 
 class EngineHandle:

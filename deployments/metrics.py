@@ -87,6 +87,27 @@ FAMILIES: tuple[Family, ...] = (
         "engine_stage_seconds", "histogram", ("stage",), "Seconds of one sequence in a stage of the engine.", SECONDS
     ),
     Family("encode_retries_total", "counter", (), "Encoder calls that the engine made again."),
+    Family(
+        "encoder_hedges_total", "counter", ("outcome",), "Slow encoder calls: the second one's outcome, or over_budget."
+    ),
+    Family(
+        "embedding_transfer_bytes_total",
+        "counter",
+        ("direction", "backend"),
+        "Bytes of embeddings put by encoders and got by engines.",
+    ),
+    Family(
+        "embedding_transfer_seconds",
+        "histogram",
+        ("direction", "backend"),
+        "Seconds to put an embedding, or to get it where it can be read.",
+        SECONDS,
+    ),
+    Family("embedding_pool_bytes", "gauge", ("state",), "Host memory for embeddings on their way: used, free."),
+    Family("embedding_pool_waiting", "gauge", (), "Embeddings that wait for room in that memory."),
+    Family(
+        "embedding_pool_expired_total", "counter", (), "Times that memory was taken and never used; a fault of ours."
+    ),
     # Preprocessor.
     Family("media_total", "counter", ("modality", "outcome"), "Items prepared, by outcome."),
     Family("media_failures_total", "counter", ("code",), "Requests refused for a picture or video, by error code."),

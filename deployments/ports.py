@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from deployments.messages import (
     DeltaBatch,
@@ -17,6 +17,10 @@ from deployments.messages import (
     PrepareRequest,
     Ref,
 )
+
+EmbeddingTransfer = Literal["object_store", "nixl", "cuda_ipc"]
+"""How embeddings get from the encoder to the engine: through Ray's shared-memory store, or straight from memory to
+memory (see direct_store.py)."""
 
 
 class ObjectStore(Protocol):

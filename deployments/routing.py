@@ -15,6 +15,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from deployments.messages import GenerateRequest, MediaItem
@@ -48,6 +49,12 @@ def session_id(key: str, request_id: str = "") -> str:
         key: Made by one of the functions above, or empty.
     """
     return f"{key}{_SEPARATOR}{request_id}"
+
+
+def other_session(key: str, request_id: str) -> str:
+    """What a handle tells the router of a call that repeats one of `session_id(key, request_id)` elsewhere: any replica
+    will do but the one that has, or was first offered, that call; that one if it is alone."""
+    return f"{session_id(key, request_id)}{_SEPARATOR}"
 
 
 def replica_session(name: str) -> str:
@@ -104,6 +111,8 @@ class Placer:
         self._ring = HashRing()
         self._sessions: OrderedDict[str, str] = OrderedDict()
         """Replica of each request, the one used last at the end."""
+        self._offered: OrderedDict[str, str] = OrderedDict()
+        """Best replica of requests that none has taken yet."""
 
     def set_replicas(self, names: Iterable[str]) -> None:
         replicas = frozenset(names)
@@ -113,41 +122,72 @@ class Placer:
     def rank(self, session: str, load: Callable[[str], float]) -> list[str]:
         """Replicas for a session id, best first; the next one is for when those before it cannot take the call.
 
-        A request that has been taken (see `keep`) has only the replica that took it. Others have first those within the
-        bound, clockwise from the key's owner, then those above it. A call for a replica that is not there any more goes
-        to another one, which must refuse it: a router has no way to.
+        A request that has been taken (see `keep`) has only the replica that took it; its `other_session` has all but
+        that one, where there are others. Other calls have first those within the bound, clockwise from the key's owner,
+        then those above it. A call for a replica that is not there any more goes to another one, which must refuse it:
+        a router has no way to.
 
         Args:
             load: What a replica carries now.
         """
-        key, _, request_id = session.partition(_SEPARATOR)
-        named = _named(session)
-        known = self._sessions.get(request_id) if named is None else named
+        target = _Target.of(session)
+        known = target.replica or self._sessions.get(target.request_id)
+        if target.elsewhere:
+            avoided = known or self._offered.get(target.request_id)
+            ranked = self._clockwise(target.key or target.request_id, load)
+            # Never none at all: Serve would look for a replica for ever, even once the call has been given up.
+            return [name for name in ranked if name != avoided] or ranked
         if known in self._replicas:
-            if named is None:
-                self._sessions.move_to_end(request_id)
+            if target.replica is None:
+                self._sessions.move_to_end(target.request_id)
             return [known]
+        ranked = self._clockwise(target.key or target.request_id, load)
+        if target.request_id and ranked:
+            self._remember(self._offered, target.request_id, ranked[0])
+        return ranked
+
+    def keep(self, session: str, name: str) -> None:
+        """The replica `name` took a call of this session: later calls of its request go there, too."""
+        target = _Target.of(session)
+        if target.request_id and not target.elsewhere:
+            self._offered.pop(target.request_id, None)
+            self._remember(self._sessions, target.request_id, name)
+
+    def _clockwise(self, key: str, load: Callable[[str], float]) -> list[str]:
+        """First the replicas within the bound, from the key's owner on, then those above it."""
         loads = {name: load(name) for name in self._replicas}
         if not loads:
             return []
         # The mean is below the bound, so one replica at least is within it.
         most = max(self._min_bound, math.ceil(self._bound * (sum(loads.values()) + 1) / len(loads)))
-        return sorted(self._ring.walk(key or request_id), key=lambda name: loads[name] >= most)
+        return sorted(self._ring.walk(key), key=lambda name: loads[name] >= most)
 
-    def keep(self, session: str, name: str) -> None:
-        """The replica `name` took a call of this session: later calls of its request go there, too."""
-        _, _, request_id = session.partition(_SEPARATOR)
-        if request_id and _named(session) is None:
-            self._sessions[request_id] = name
-            self._sessions.move_to_end(request_id)
-            if len(self._sessions) > self._max_sessions:
-                self._sessions.popitem(last=False)
+    def _remember(self, where: OrderedDict[str, str], request_id: str, name: str) -> None:
+        where[request_id] = name
+        where.move_to_end(request_id)
+        if len(where) > self._max_sessions:
+            where.popitem(last=False)
 
 
-def _named(session: str) -> str | None:
-    """The replica that a `replica_session` is for."""
-    marker = _SEPARATOR * 2
-    return session.removeprefix(marker) if session.startswith(marker) else None
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What a session id says."""
+
+    key: str = ""
+    request_id: str = ""
+    elsewhere: bool = False
+    """Not where the request is."""
+    replica: str | None = None
+    """The one that the call is for, and no other."""
+
+    @classmethod
+    def of(cls, session: str) -> _Target:
+        marker = _SEPARATOR * 2
+        if session.startswith(marker):
+            return cls(replica=session.removeprefix(marker))
+        key, _, rest = session.partition(_SEPARATOR)
+        request_id = rest.removesuffix(_SEPARATOR)
+        return cls(key, request_id, elsewhere=bool(request_id) and request_id != rest)
 
 
 def _hash(text: str) -> int:

@@ -1,7 +1,8 @@
 """Who may import whom. Reads the sources with `ast`, so a forbidden import fails even where it is lazy.
 
-4 root        app/builder.py, app/serve.py                              everything
+4 root        app/builder.py, app/serve.py, app/stop.py                 everything
 3 shims, edge */deployment.py, handles.py, metrics.py, app/ingress.py   below, plus ray, fastapi, prometheus_client
+2 planner     app/plan.py, app/planning/                                layers 0-1 and the stages' deciders
 2 cores       the rest of each stage, app/pipeline.py, app/openai_*     layers 0-1 and their own folder
 1 contracts   messages, ports, errors, checkpoint, cache_service        stdlib, numpy, blake3
 1 arithmetic  fp8, fp8_triton                                           torch, triton
@@ -19,8 +20,8 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for top in ("app", "deployments", "cache_service") for path in (ROOT / top).rglob("*.py"))
 
 EDGE_LIBRARIES = {"ray", "fastapi", "starlette", "uvicorn", "prometheus_client"}
-ROOT_FILES = {"app/builder.py", "app/serve.py", "app/__init__.py"}
-APP_EDGE = {"app/deployment.py", "app/replicas.py"}
+ROOT_FILES = {"app/builder.py", "app/serve.py", "app/stop.py", "app/__init__.py"}
+APP_EDGE = {"app/deployment.py", "app/replicas.py", "app/shutdown.py"}
 CONFIG_FILES = {"app/config.py"}  # composes the stages' option classes, nothing else of theirs
 EDGE_FILES = {
     "deployments/telemetry.py",
@@ -29,6 +30,8 @@ EDGE_FILES = {
     "deployments/handles.py",
     "deployments/metrics.py",
     "deployments/colocated.py",
+    "deployments/direct_store.py",
+    "deployments/transfer_meter.py",
     "deployments/request_router.py",
     "deployments/lm_engine/gang.py",
 }
@@ -40,14 +43,18 @@ CONTRACTS = {
     "deployments.fp8",
     "deployments.fp8_triton",
     "deployments.work_meter",
+    "deployments.hedging",
 }
 STAGES = ("preprocessor", "vision_encoder", "lm_engine")
 # Host-side engine files decide on integers; a tensor there would make a decision depend on a device.
 TORCH_FREE = {
     "deployments/autoscaling.py",
+    "deployments/hedging.py",
     "deployments/routing.py",
     "deployments/work_meter.py",
     "deployments/vision_encoder/packing.py",
+    "deployments/vision_encoder/costs.py",
+    "deployments/preprocessor/families/registry.py",
     *(
         f"deployments/lm_engine/{name}.py"
         for name in (
@@ -55,6 +62,8 @@ TORCH_FREE = {
             "block_pool",
             "config",
             "embed_cache",
+            "embed_pool",
+            "first_fit",
             "kv_manager",
             "load",
             "plan",
@@ -63,12 +72,18 @@ TORCH_FREE = {
             "request",
             "scheduler",
             "simulator",
+            "trace",
             "tensor_parallel/channel",
             "tensor_parallel/shards",
             "tensor_parallel/wire",
         )
     ),
 }
+
+
+# The planner replays the stages' deciders together, as app/builder.py composes the stages, without torch and Ray.
+PLANNER = ("app/plan.py", "app/planning/")
+DECIDERS = {name.removesuffix(".py").replace("/", ".") for name in TORCH_FREE}
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -110,6 +125,8 @@ def test_imports_respect_the_layers(path: Path) -> None:
             assert module != "app.builder", f"{name} imports the composition root"
             forbidden = {"torch", "transformers"} if name in APP_EDGE else {"ray", "prometheus_client"}
             assert top not in forbidden | {"torch", "transformers"}, f"{name} imports {module}"
+            if name.startswith(PLANNER) and module in DECIDERS:
+                continue
             assert stage_of(module) is None, f"{name} imports the stage {module}"
             continue
         assert top != "app", f"{name} imports {module}"

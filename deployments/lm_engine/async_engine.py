@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+import torch
+
 from cache_service.identity import EmbeddingIdentity
 from deployments.errors import (
     InternalError,
@@ -26,7 +28,9 @@ from deployments.errors import (
     NotReadyError,
     SightlineError,
 )
-from deployments.lm_engine.encode_client import Embeddings, EncodeClient
+from deployments.lm_engine.embed_pool import EmbedPoolStats
+from deployments.lm_engine.embed_upload import EmbedUploader
+from deployments.lm_engine.encode_client import EncodeClient
 from deployments.lm_engine.engine import EncodeBatch, Encodes, Engine, Output
 from deployments.lm_engine.engine_stats import EngineStats
 from deployments.lm_engine.grammar import Grammar, GrammarCompiler
@@ -51,6 +55,7 @@ class AsyncEngine:
     Args:
         make_engine: Makes the engine, given where its wishes for embeddings go.
         encoder, store: Where embeddings come from, and what their refs point into.
+        uploader: Brings them to the device.
         grammars: Compiles structured-output constraints; None refuses them.
         embed_width: Columns an embedding must have.
         max_encode_tries: Calls for one item before its error stands.
@@ -66,6 +71,7 @@ class AsyncEngine:
         make_engine: Callable[[Encodes], Engine],
         encoder: VisionEncoder,
         store: ObjectStore,
+        uploader: EmbedUploader,
         *,
         embed_width: int,
         grammars: GrammarCompiler | None = None,
@@ -80,9 +86,11 @@ class AsyncEngine:
         self._on_thread_start = on_thread_start
         self._grammars = grammars
         self._grammar_timeout_s, self._stall_s = grammar_timeout_s, stall_s
+        self._uploader = uploader
         self._encode_client = EncodeClient(
             encoder,
             store,
+            uploader,
             self,
             width=embed_width,
             max_tries=max_encode_tries,
@@ -113,6 +121,7 @@ class AsyncEngine:
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
         await self._encode_client.close()
+        self._uploader.close()
         self._end_waiting(NotReadyError("the server is shutting down"))
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
@@ -170,6 +179,10 @@ class AsyncEngine:
         """The scheduler's part of `stats`; reading it takes nothing away."""
         return await self._call(self._engine.scheduler_stats)
 
+    def embed_pool_stats(self) -> EmbedPoolStats:
+        """Of the host memory through which embeddings come."""
+        return self._uploader.pool.stats()
+
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; returns how many blocks were forgotten."""
         return await self._call(self._engine.reset_prefix_cache)
@@ -188,10 +201,10 @@ class AsyncEngine:
         self._on_loop(lambda: self._encode_client.handle(cancelled, batches))
 
     # -- encode_client.EncodeListener, called on the event loop --------------------------------------------------------
-    def on_encoded(self, start: EncodeStart, embeddings: Embeddings) -> None:
+    def on_encoded(self, start: EncodeStart, embeddings: torch.Tensor) -> None:
         def put() -> None:
             try:
-                self._engine.put_embedding(start.identity, embeddings.to_tensor(), start.sequence_id)
+                self._engine.put_embedding(start.identity, embeddings, start.sequence_id)
             except Exception as exc:
                 _LOG.exception("an embedding could not be stored")
                 error = InternalError(f"an embedding could not be stored: {exc!r}")

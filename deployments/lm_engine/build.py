@@ -16,7 +16,9 @@ from deployments.fp8 import Fp8Ops, choose_fp8
 from deployments.lm_engine.async_engine import AsyncEngine
 from deployments.lm_engine.attention import AttentionBackend
 from deployments.lm_engine.config import EngineConfig, ModelLimits, SchedulerConfig
+from deployments.lm_engine.embed_pool import EmbedPool
 from deployments.lm_engine.embed_store import EmbedStore
+from deployments.lm_engine.embed_upload import EmbedUploader, pool_bytes
 from deployments.lm_engine.engine import Encodes, Engine
 from deployments.lm_engine.grammar import GrammarCompiler
 from deployments.lm_engine.kernel_choice import MakeBackend, choose_attention, choose_row_ops
@@ -78,10 +80,24 @@ def build_engine(
         _engine_maker(config, resolved, side, leader, TokenDecoder(tokenizer), fingerprint, eos),
         encoder,
         store,
+        _uploader(config, limits, model, fingerprint),
         embed_width=model.embed_width,
         grammars=GrammarCompiler(tokenizer.to_str(), model.vocab_size, eos),
         on_thread_start=lambda: _prefer_this_thread(model.device),
     )
+
+
+def _uploader(
+    config: EngineConfig, limits: ModelLimits, model: LanguageModel, fingerprint: EncoderFingerprint
+) -> EmbedUploader:
+    num_bytes = pool_bytes(
+        config.embed_pool_bytes,
+        max_item_slots=limits.max_item_slots,
+        width=model.embed_width,
+        itemsize=pick_dtype(fingerprint.dtype, model.device).itemsize,
+    )
+    logger.info("LM engine: %.0f MiB of host memory for embeddings on their way", num_bytes / 2**20)
+    return EmbedUploader(EmbedPool(num_bytes, ttl_s=config.embed_pool_ttl_s), model.device, model.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
+
+from deployments.hedging import HedgingConfig
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -136,6 +138,13 @@ class EngineConfig:
     """Slots of the encodes one step may start; 0 is `max_num_batched_tokens`. Never below the worst-case item."""
     max_encoder_patches_per_step: int = 0
     """Patches of the encodes one step may start; 0 follows the slots. Never below the worst-case item."""
+    embed_pool_bytes: int = 0
+    """Host memory through which embeddings pass on their way to the device, page-locked where there is a GPU; what does
+    not fit waits. 0 takes room for four worst-case items, at least 64 MiB. At least one worst-case item."""
+    embed_pool_ttl_s: float = 60.0
+    """After which such memory, taken and never used, is given back: a guard against leaks."""
+    hedging: HedgingConfig = field(default_factory=HedgingConfig)
+    """When an encoder replica that does not answer is passed over; see hedging.py."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """`priority` honours the request's `priority` (lower runs earlier); `fcfs` ignores it."""
     priority_aging_s: float = 60.0
@@ -170,6 +179,9 @@ class EngineConfig:
                 _at_least(getattr(self, name), 1, name)
         for name in ("encoder_cache_slots", "max_encoder_slots_per_step", "max_encoder_patches_per_step"):
             _at_least(getattr(self, name), 0, name)
+        _at_least(self.embed_pool_bytes, 0, "embed_pool_bytes")
+        if self.embed_pool_ttl_s <= 0:
+            raise ValueError(f"embed_pool_ttl_s must be above 0; it is {self.embed_pool_ttl_s}")
         for name in ("priority_aging_s", "max_queued_requests", "max_queue_s", "request_timeout_s"):
             _at_least(getattr(self, name), 0, name)
         _at_least(self.max_prefill_tokens_while_decoding, 0, "max_prefill_tokens_while_decoding")

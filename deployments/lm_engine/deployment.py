@@ -18,19 +18,23 @@ from cache_service.identity import EncoderFingerprint
 from deployments import autoscaling
 from deployments.checkpoint import resolve_model
 from deployments.delta_codec import encode
+from deployments.direct_store import open_store
 from deployments.errors import NotFoundError, NotReadyError
-from deployments.handles import EncoderHandle, RayObjectStore
+from deployments.handles import EncoderHandle
+from deployments.hedging import OUTCOMES
 from deployments.lm_engine.build import build_engine
 from deployments.lm_engine.config import EngineConfig
+from deployments.lm_engine.embed_pool import EmbedPoolStats
 from deployments.lm_engine.engine_stats import EngineStats
 from deployments.lm_engine.gang import Gang
 from deployments.lm_engine.load import EngineLoadMeter
 from deployments.lm_engine.stats import Budget, Outcome
 from deployments.messages import GenerateRequest, GenerationStats
 from deployments.metrics import ReplicaMetrics, Sample
-from deployments.ports import ObjectStore, VisionEncoder
+from deployments.ports import EmbeddingTransfer, ObjectStore, VisionEncoder
 from deployments.telemetry import ReplicaTelemetry, StageRecord
 from deployments.telemetry_config import TelemetryConfig
+from deployments.transfer_meter import MeteredStore
 
 SWITCH_INTERVAL_S = 0.0005
 
@@ -42,6 +46,7 @@ class EngineOptions:
     telemetry: TelemetryConfig
     max_item_slots: int
     max_item_patches: int
+    transfer: EmbeddingTransfer = "object_store"
 
 
 class LMEngine:
@@ -51,10 +56,20 @@ class LMEngine:
     requests share: Serve's work for each item of a stream is worth a large part of a decode step.
     """
 
-    def __init__(self, options: EngineOptions, encoder: DeploymentHandle) -> None:
-        self._setup(options, EncoderHandle(encoder), RayObjectStore())
+    _encoders: EncoderHandle | None = None
+    """None with an encoder in this replica."""
 
-    def _setup(self, options: EngineOptions, encoder: VisionEncoder, store: ObjectStore) -> None:
+    def __init__(self, options: EngineOptions, encoder: DeploymentHandle) -> None:
+        self._encoders = EncoderHandle(encoder, options.config.hedging)
+        self._setup(options, self._encoders, open_store(options.transfer), metered=True)
+
+    def _setup(
+        self, options: EngineOptions, encoder: VisionEncoder, store: ObjectStore, *, metered: bool = False
+    ) -> None:
+        """Args:
+        store: Where embeddings are.
+        metered: Whether getting them from there is measured.
+        """
         # The event loop must not keep the engine's thread from the interpreter for the default of 5 ms: a step may take
         # less than that.
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -64,6 +79,8 @@ class LMEngine:
         self._stats: EngineStats | None = None
         self._telemetry = ReplicaTelemetry(options.telemetry, self._samples, self._read_stats)
         self._observations = EngineObservations(self._telemetry.metrics)
+        if metered:
+            store = MeteredStore(store, options.transfer, self._telemetry.metrics)
         self._load = EngineLoadMeter(config.max_num_seqs)
         self._gang = Gang(config, folder) if config.tensor_parallel_size > 1 else None
         self._engine = build_engine(
@@ -152,6 +169,10 @@ class LMEngine:
     def _samples(self) -> Iterator[Sample]:
         if self._stats is not None:
             yield from engine_samples(self._stats)
+        yield from pool_samples(self._engine.embed_pool_stats())
+        if self._encoders is not None:
+            for outcome in OUTCOMES:
+                yield "encoder_hedges_total", (outcome,), self._encoders.hedges.get(outcome, 0)
 
 
 def _note_end(record: StageRecord, choices: Sequence[GenerationStats]) -> None:
@@ -179,6 +200,13 @@ class EngineObservations:
             observe = self._stages.labels(stage).observe
             for seconds in values:
                 observe(seconds)
+
+
+def pool_samples(stats: EmbedPoolStats) -> Iterator[Sample]:
+    yield "embedding_pool_bytes", ("used",), stats.used_bytes
+    yield "embedding_pool_bytes", ("free",), stats.total_bytes - stats.used_bytes
+    yield "embedding_pool_waiting", (), stats.waiting
+    yield "embedding_pool_expired_total", (), stats.expired
 
 
 def engine_samples(stats: EngineStats) -> Iterator[Sample]:

@@ -1,7 +1,9 @@
 """Pulls embeddings from the encoder for the engine. Runs on the event loop; knows no scheduler and no device.
 
-Each batch is one call. What is lost on the way (a ref, a replica) is asked for again, alone, within a bounded number of
-tries and the request's deadline; what is wrong with one item of a batch is found by asking for each item alone.
+Each batch is one call; its items are then fetched and uploaded side by side, each handed over as soon as it is there:
+an item that waits for room must not keep what another one could give back. What is lost on the way (a ref, a replica)
+is asked for again, alone, within a bounded number of tries and the request's deadline; what is wrong with one item of a
+batch is found by asking for each item alone.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -26,26 +27,18 @@ _FIRST_RETRY_S = 0.05
 _RETRYABLE = (PayloadLostError, ReplicaLostError, OverloadedError)
 
 
-@dataclass(frozen=True, slots=True)
-class Embeddings:
-    """One item's rows as they came: an array (bfloat16 viewed as uint16), or a tensor of an encoder in this process."""
+class Uploader(Protocol):
+    """Brings rows to the engine's device; see embed_upload.EmbedUploader."""
 
-    rows: np.ndarray | torch.Tensor
-    dtype: str
-
-    def to_tensor(self) -> torch.Tensor:
-        """A tensor with memory of its own, so that the object store's can be freed."""
-        if isinstance(self.rows, torch.Tensor):
-            return self.rows
-        tensor = torch.from_numpy(np.array(self.rows))
-        return tensor.view(torch.bfloat16) if self.dtype == "bfloat16" and tensor.dtype == torch.uint16 else tensor
+    async def upload(self, rows: np.ndarray | torch.Tensor, dtype: str) -> torch.Tensor:
+        """A tensor with memory of its own, so that the object store's can be freed. May wait for room."""
 
 
 class EncodeListener(Protocol):
     """Told what becomes of the encodes, on the event loop."""
 
-    def on_encoded(self, start: EncodeStart, embeddings: Embeddings) -> None:
-        """An item's embeddings have arrived."""
+    def on_encoded(self, start: EncodeStart, embeddings: torch.Tensor) -> None:
+        """An item's embeddings [num_slots, width] are on the device."""
 
     def on_encode_failed(self, start: EncodeStart, error: SightlineError) -> None:
         """An item has no embeddings and will not get any."""
@@ -58,7 +51,7 @@ class EncodeClient:
     """Args:
     width: Columns an embedding must have.
     max_tries: Calls for one item before its error stands.
-    timeout_s: After which a call counts as lost.
+    timeout_s: After which a call counts as lost, and so does a payload; a wait for room does not count.
     trace_context: A request's, by its id.
     clock: Unix time in seconds.
     """
@@ -67,6 +60,7 @@ class EncodeClient:
         self,
         encoder: VisionEncoder,
         store: ObjectStore,
+        uploader: Uploader,
         listener: EncodeListener,
         *,
         width: int,
@@ -75,7 +69,7 @@ class EncodeClient:
         trace_context: Callable[[str], Mapping[str, str]] = lambda _: {},
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._encoder, self._store, self._listener = encoder, store, listener
+        self._encoder, self._store, self._uploader, self._listener = encoder, store, uploader, listener
         self._width, self._max_tries, self._timeout_s, self._clock = width, max_tries, timeout_s, clock
         self._trace_context = trace_context
         self._in_flight: dict[EmbeddingIdentity, tuple[int, asyncio.Task[None]]] = {}
@@ -125,32 +119,62 @@ class EncodeClient:
             refresh=refresh,
             trace_context=self._trace_context(batch.request_id),
         )
-        fault: SightlineError | None = None
-        results: list[Embeddings | SightlineError] = []
         try:
             async with asyncio.timeout(self._timeout_s):
-                results = await self._call(request)
-        except TimeoutError:
-            fault = ReplicaLostError(f"the encoder gave no answer in {self._timeout_s:g} s")
-        except SightlineError as exc:
-            fault = exc
+                encoded = await self._encoder.encode(request)
+            if len(encoded) != len(request.items):
+                raise InternalError(f"the encoder answered {len(request.items)} items with {len(encoded)}")
         except Exception as exc:
-            fault = InternalError(f"the encoder failed: {exc!r}")
-        for start, result in zip(batch.starts, results if fault is None else [fault] * len(batch.starts), strict=True):
-            if self._in_flight.get(start.identity, (None,))[0] == start.ticket:  # else it was cancelled
-                self._settle(batch, start, result, num_tries + 1, whole_call=fault is not None)
+            fault = self._fault(exc)
+            for start in batch.starts:
+                if self._is_wanted(start):
+                    self._settle(batch, start, fault, num_tries + 1, whole_call=True)
+            return
+        fetches = [self._take(batch, *pair, num_tries + 1) for pair in zip(batch.starts, encoded, strict=True)]
+        del encoded  # each payload is freed when its own fetch has ended
+        await asyncio.gather(*fetches)
+
+    async def _take(self, batch: EncodeBatch, start: EncodeStart, answer: EncodedItem, num_tries: int) -> None:
+        """Fetch one item's embeddings, upload them and hand them over."""
+        result: torch.Tensor | SightlineError
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                rows = await self._store.get(answer.embeddings)
+            expected = (start.item.num_slots, self._width)
+            if tuple(rows.shape) != expected:
+                raise InternalError(f"the encoder sent embeddings of shape {tuple(rows.shape)}; expected {expected}")
+            if not self._is_wanted(start):
+                return
+            result = await self._uploader.upload(rows, answer.dtype)
+        except TimeoutError:
+            result = PayloadLostError(f"embeddings did not arrive in {self._timeout_s:g} s")
+        except Exception as exc:
+            result = self._fault(exc)
+        if self._is_wanted(start):
+            self._settle(batch, start, result, num_tries, whole_call=False)
+
+    def _is_wanted(self, start: EncodeStart) -> bool:
+        """Whether it has not been cancelled."""
+        return self._in_flight.get(start.identity, (None,))[0] == start.ticket
+
+    def _fault(self, error: Exception) -> SightlineError:
+        if isinstance(error, SightlineError):
+            return error
+        if isinstance(error, TimeoutError):
+            return ReplicaLostError(f"the encoder gave no answer in {self._timeout_s:g} s")
+        return InternalError(f"the encoder failed: {error!r}")
 
     def _settle(
         self,
         batch: EncodeBatch,
         start: EncodeStart,
-        result: Embeddings | SightlineError,
+        result: torch.Tensor | SightlineError,
         num_tries: int,
         *,
         whole_call: bool,
     ) -> None:
         """Hand over an item's result, or ask for the item again, alone."""
-        if isinstance(result, Embeddings):
+        if isinstance(result, torch.Tensor):
             del self._in_flight[start.identity]
             self._listener.on_encoded(start, result)
             return
@@ -169,24 +193,6 @@ class EncodeClient:
 
     def _in_time(self, batch: EncodeBatch, delay_s: float) -> bool:
         return batch.deadline_s is None or self._clock() + delay_s < batch.deadline_s
-
-    async def _call(self, request: EncodeRequest) -> list[Embeddings | SightlineError]:
-        """The items' embeddings, fetched side by side; an error in the place of an item that cannot be used."""
-        encoded = await self._encoder.encode(request)
-        if len(encoded) != len(request.items):
-            raise InternalError(f"the encoder answered {len(request.items)} items with {len(encoded)}")
-        pairs = zip(request.items, encoded, strict=True)
-        return await asyncio.gather(*(self._fetch(item.num_slots, answer) for item, answer in pairs))
-
-    async def _fetch(self, num_slots: int, answer: EncodedItem) -> Embeddings | SightlineError:
-        try:
-            rows = await self._store.get(answer.embeddings)
-        except SightlineError as exc:
-            return exc
-        expected = (num_slots, self._width)
-        if tuple(rows.shape) != expected:
-            return InternalError(f"the encoder sent embeddings of shape {tuple(rows.shape)}; expected {expected}")
-        return Embeddings(rows, answer.dtype)
 
 
 def _final(error: SightlineError) -> SightlineError:

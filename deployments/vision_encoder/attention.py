@@ -154,31 +154,6 @@ class Varlen:
         return self._varlen_attn(q, k, v, plan.borders, plan.borders, plan.longest, plan.longest, scale=scale)
 
 
-class CudnnVarlen:
-    """cuDNN's attention over packed rows (CUDA, half precision).
-
-    cuDNN builds a plan for every number of segments and every longest length: both are rounded up to powers of two, so
-    that passes without a graph build few.
-    """
-
-    name = "cudnn"
-    capturable = True
-
-    def plan(self, segments: Segments, rows: int) -> Segments:
-        borders = segments.borders
-        missing = _next_power_of_two(borders.shape[0] - 1) - (borders.shape[0] - 1)
-        if missing:
-            borders = torch.cat((borders, borders[-1:].expand(missing)))
-        return Segments(borders, _next_power_of_two(segments.longest))
-
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Segments, scale: float) -> torch.Tensor:
-        # Its offsets take rows to be packed without gaps, which a view of the qkv product is not.
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        return torch.ops.aten._cudnn_attention_forward(
-            q, k, v, None, plan.borders, plan.borders, plan.longest, plan.longest, False, scale=scale
-        )[0]
-
-
 class BySize:
     """One of several attentions by the number of rows of a pass, which the host knows.
 
@@ -202,5 +177,26 @@ class BySize:
         return attention.attend(q, k, v, inner, scale)
 
 
-def _next_power_of_two(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
+class StackedBySize:
+    """BySize of stacked attentions."""
+
+    def __init__(self, levels: Sequence[tuple[int, StackedAttention]]) -> None:
+        self._levels = tuple(levels)
+        self.name = "+".join(dict.fromkeys(attention.name for _, attention in levels))
+        self.capturable = all(attention.capturable for _, attention in levels)
+
+    def plan(self, segments: Segments, rows: int) -> tuple[StackedAttention, Any]:
+        attention = next((a for most, a in self._levels if rows <= most), self._levels[-1][1])
+        return attention, attention.plan(segments, rows)
+
+    def attend_stacked(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        heads: int,
+        plan: tuple[StackedAttention, Any],
+        scale: float,
+    ) -> torch.Tensor:
+        attention, inner = plan
+        return attention.attend_stacked(qkv, cos, sin, heads, inner, scale)

@@ -11,7 +11,7 @@ ENCODER_REVISION = "2"
 LoadFormat = Literal["auto", "dummy"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-AttentionBackend = Literal["auto", "sdpa_segments", "sdpa_masked", "varlen", "cudnn", "triton_frames", "triton_windows"]
+AttentionBackend = Literal["auto", "sdpa_segments", "sdpa_masked", "varlen", "triton_frames", "triton_windows"]
 Packing = Literal["planned", "smallest_first"]
 Quantization = Literal["fp8"]
 
@@ -88,8 +88,8 @@ class EncoderConfig:
 
     mm_encoder_attn_backend: AttentionBackend = "auto"
     """Attention kernels; `auto` times those that pass their check at start and takes the fastest for each size of pass.
-    `varlen` is one for everything; `cudnn` and `triton_frames` name the one for whole frames; `triton_windows` is
-    `varlen` with a kernel of its own for windows. On CPU `auto` is `sdpa_segments`."""
+    `varlen` is one for everything; `triton_frames` names the one for whole frames; `triton_windows` is `varlen` with a
+    kernel of its own for windows. On CPU `auto` is `sdpa_segments`."""
     fused_kernels: bool = True
     """Use fused Triton kernels for norms, rotary and gates on CUDA; each is checked against plain torch at start."""
     mlp_width_multiple: int = 128

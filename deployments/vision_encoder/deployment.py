@@ -23,13 +23,15 @@ from cache_service.single_flight import SingleFlight
 from cache_service.tier import LookupResult
 from cache_service.tiered import TieredCache
 from deployments import autoscaling
+from deployments.direct_store import open_store
 from deployments.errors import InternalError
 from deployments.handles import PreprocessorHandle, RayObjectStore
 from deployments.messages import EncodedItem, EncodeRequest
 from deployments.metrics import Sample
-from deployments.ports import ObjectStore, Preprocessor
+from deployments.ports import EmbeddingTransfer, ObjectStore, Preprocessor
 from deployments.telemetry import ReplicaTelemetry
 from deployments.telemetry_config import TelemetryConfig
+from deployments.transfer_meter import MeteredStore
 from deployments.vision_encoder.batcher import DynamicBatcher
 from deployments.vision_encoder.build import load_core
 from deployments.vision_encoder.config import EncoderConfig
@@ -51,16 +53,27 @@ class EncoderOptions:
     fingerprint: EncoderFingerprint
     telemetry: TelemetryConfig
     redis: RedisTierConfig | None
+    transfer: EmbeddingTransfer = "object_store"
 
 
 class EncoderParts:
     """A loaded encoder with its caches, for a deployment of its own or inside an engine's replica.
 
     Must be made on the event loop that will use it.
+
+    Args:
+        store: Where patches are, and embeddings go unless `embeddings` says otherwise.
+        keep_on_device: Leave embeddings on the encoder's device.
     """
 
     def __init__(
-        self, options: EncoderOptions, store: ObjectStore, preprocessor: Preprocessor, *, keep_on_device: bool = False
+        self,
+        options: EncoderOptions,
+        store: ObjectStore,
+        preprocessor: Preprocessor,
+        *,
+        embeddings: ObjectStore | None = None,
+        keep_on_device: bool = False,
     ) -> None:
         config = options.config
         self.stats = EncoderStats()
@@ -88,6 +101,7 @@ class EncoderParts:
             stats=self.stats,
             preprocessor=preprocessor,
             lower=self.lower,
+            embeddings=embeddings,
         )
         # Redis may be absent: opening connections ahead is no condition for serving.
         self._opening = None if self.redis is None else asyncio.ensure_future(self.redis.start())
@@ -107,7 +121,14 @@ class VisionEncoder:
 
     def __init__(self, options: EncoderOptions, preprocessor: DeploymentHandle) -> None:
         self._telemetry = ReplicaTelemetry(options.telemetry, lambda: self._parts.samples())
-        self._parts = EncoderParts(options, RayObjectStore(), PreprocessorHandle(preprocessor))
+        self._parts = EncoderParts(
+            options,
+            RayObjectStore(),
+            PreprocessorHandle(preprocessor),
+            embeddings=MeteredStore(open_store(options.transfer), options.transfer, self._telemetry.metrics),
+            # Several devices' results are gathered on the host.
+            keep_on_device=options.transfer != "object_store" and options.config.data_parallel_size == 1,
+        )
 
     async def encode(self, request: EncodeRequest) -> tuple[EncodedItem, ...]:
         return await encode_recorded(self._parts.service, request, self._telemetry)

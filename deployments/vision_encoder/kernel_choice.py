@@ -8,8 +8,9 @@ is taken for each size of pass.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
+from typing import TypeVar
 
 import torch
 
@@ -17,26 +18,26 @@ from deployments.vision_encoder.adapters.tower import TowerShape
 from deployments.vision_encoder.attention import (
     Attention,
     BySize,
-    CudnnVarlen,
-    Rotated,
     SdpaMasked,
     SdpaSegments,
     Segments,
     StackedAttention,
+    StackedBySize,
     Varlen,
 )
 from deployments.vision_encoder.config import AttentionBackend
-from deployments.vision_encoder.ops import Norm, Ops, PlainOps
+from deployments.vision_encoder.kernel_check import check_frames, check_ops, check_windows, split_qkv
+from deployments.vision_encoder.ops import Ops, PlainOps
 
 logger = logging.getLogger(__name__)
 
-_TOLERANCE = 0.02
-"""Largest error, as a share of the largest value, that half precision explains."""
 FRAME_SIZES = {256: 512, 1_024: 2_048, 4_096: 8_192, 16_384: 16_384}
 """Rows at which attention over frames is timed, and up to how many the fastest is taken; the last is for all above."""
 _USUAL_FRAME = 576
 """Patches of a 336 x 336 picture: what passes of several pictures are timed with."""
-_HALF_ON_CUDA = ("varlen", "cudnn", "triton_frames", "triton_windows")
+_HALF_ON_CUDA = ("varlen", "triton_frames", "triton_windows")
+
+_T = TypeVar("_T")
 
 
 def choose_attention(
@@ -63,50 +64,96 @@ def choose_attention(
     else:
         frames = _choose_frames(wanted, shape, dtype, device)
     windows: Attention | StackedAttention = frames
-    if shape.window_slots and half_on_cuda and wanted in ("auto", "cudnn", "triton_frames", "triton_windows"):
-        windows = _triton_windows(shape, dtype, device, required=wanted == "triton_windows") or frames
+    if shape.window_slots and half_on_cuda and wanted in ("auto", "triton_frames", "triton_windows"):
+        windows = _choose_windows(shape, dtype, device, required=wanted == "triton_windows") or frames
     logger.info("encoder attention: %s over frames, %s in windows", frames.name, windows.name)
     return frames, windows
 
 
-def frame_candidates() -> dict[str, Callable[[], Attention]]:
-    """Makers of all attentions over frames that half precision on CUDA has, by name."""
+Makers = Mapping[str, Callable[[], _T]]
 
-    def triton(block_rows: int, block_keys: int, num_warps: int, num_stages: int) -> Callable[[], Attention]:
+
+def frame_candidates() -> tuple[Makers[Attention], ...]:
+    """Makers, by name, of all attentions over frames that half precision on CUDA has, best first: of a later group one
+    is looked at only if no Triton kernel of an earlier one is right."""
+
+    def triton(
+        block_rows: int, block_keys: int, num_warps: int, num_stages: int, split: bool = True
+    ) -> Callable[[], Attention]:
         def make() -> Attention:
             from deployments.vision_encoder.triton_attention import TritonFrames
 
-            return TritonFrames(block_rows, block_keys, num_warps, num_stages)
+            return TritonFrames(block_rows, block_keys, num_warps, num_stages, split)
 
         return make
 
     # Without spills for heads of 80 on CUDA capability 9.0; large blocks for long frames, small ones for short passes.
-    return {
-        "varlen": Varlen,
-        "cudnn": CudnnVarlen,
-        "triton_frames_128x64": triton(128, 64, 8, 3),
-        "triton_frames_128x128": triton(128, 128, 8, 2),
-        "triton_frames_64x64": triton(64, 64, 4, 3),
-    }
+    return (
+        {
+            "varlen": Varlen,
+            "triton_frames_128x64": triton(128, 64, 8, 3),
+            "triton_frames_128x128": triton(128, 128, 8, 2),
+            "triton_frames_64x64": triton(64, 64, 4, 3),
+        },
+        {
+            "triton_frames_128x64_whole": triton(128, 64, 8, 3, split=False),
+            "triton_frames_64x64_whole": triton(64, 64, 4, 3, split=False),
+        },
+    )
+
+
+def window_candidates() -> tuple[Makers[StackedAttention], ...]:
+    """As `frame_candidates`, inside windows."""
+
+    def triton(num_warps: int, split: bool) -> Callable[[], StackedAttention]:
+        def make() -> StackedAttention:
+            from deployments.vision_encoder.triton_attention import TritonWindows
+
+            return TritonWindows(split, num_warps)
+
+        return make
+
+    return (
+        {
+            "triton_windows_split_4": triton(4, split=True),
+            "triton_windows_split_8": triton(8, split=True),
+            "triton_windows_whole_8": triton(8, split=False),
+        },
+        {"triton_windows_split_2": triton(2, split=True)},
+    )
 
 
 def usable_frames(
     wanted: str, shape: TowerShape, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Attention], list[str]]:
-    """Candidates whose name begins with `wanted` and that agree with plain torch, and what was wrong with others."""
-    usable: list[Attention] = []
+    """Candidates whose name begins with `wanted` and that are right, and what was wrong with others."""
+    return _usable(wanted, frame_candidates(), lambda frames: check_frames(frames, shape, dtype, device))
+
+
+def usable_windows(
+    shape: TowerShape, dtype: torch.dtype, device: torch.device
+) -> tuple[list[StackedAttention], list[str]]:
+    """As `usable_frames`."""
+    return _usable("", window_candidates(), lambda windows: check_windows(windows, shape, dtype, device))
+
+
+def _usable(wanted: str, groups: Iterable[Makers[_T]], check: Callable[[_T], None]) -> tuple[list[_T], list[str]]:
+    usable: dict[str, _T] = {}
     problems = []
-    for name, make in frame_candidates().items():
-        if not name.startswith(wanted):
-            continue
-        try:
-            candidate = make()
-            check_frames(candidate, shape, dtype, device)
-        except Exception as exc:  # a missing compiler, an unknown GPU, a library that refuses, a disagreement
-            problems.append(f"{name}: {type(exc).__name__}: {exc}")
-        else:
-            usable.append(candidate)
-    return usable, problems
+    for group in groups:
+        for name, make in group.items():
+            if not name.startswith(wanted):
+                continue
+            try:
+                candidate = make()
+                check(candidate)
+            except Exception as exc:  # a missing compiler, an unknown GPU, a library that refuses, a disagreement
+                problems.append(f"{name}: {type(exc).__name__}: {exc}")
+            else:
+                usable[name] = candidate
+        if any(name.startswith("triton") for name in usable):
+            break
+    return list(usable.values()), problems
 
 
 def _choose_frames(wanted: AttentionBackend, shape: TowerShape, dtype: torch.dtype, device: torch.device) -> Attention:
@@ -114,22 +161,43 @@ def _choose_frames(wanted: AttentionBackend, shape: TowerShape, dtype: torch.dty
     if problems:
         logger.warning("encoder attention: left out: %s", "; ".join(problems))
     if not usable:
-        raise ValueError(f"mm_encoder_attn_backend {wanted!r} does not work here: {'; '.join(problems)}")
-    times = {rows: [_time_or_never(c, shape, rows, dtype, device) for c in usable] for rows in FRAME_SIZES}
-    for rows, seconds in times.items():
-        found = ", ".join(f"{c.name} {s * 1e6:.0f}" for c, s in zip(usable, seconds, strict=True))
-        logger.info("encoder attention over %d rows, microseconds: %s", rows, found)
+        if wanted != "auto":
+            raise ValueError(f"mm_encoder_attn_backend {wanted!r} does not work here: {'; '.join(problems)}")
+        logger.warning("encoder attention: no kernel for packed rows works here; passes cannot be captured")
+        return SdpaSegments()
+    times = _times(usable, lambda each, rows: time_frames(each, shape, rows, dtype, device))
     return fastest_by_size(usable, times, FRAME_SIZES)
 
 
-def _time_or_never(
-    attention: Attention, shape: TowerShape, rows: int, dtype: torch.dtype, device: torch.device
-) -> float:
-    try:
-        return time_frames(attention, shape, rows, dtype, device)
-    except Exception as exc:  # a library may refuse one size that it has no kernel for
-        logger.warning("encoder attention: %s refuses %d rows: %s", attention.name, rows, exc)
-        return float("inf")
+def _choose_windows(
+    shape: TowerShape, dtype: torch.dtype, device: torch.device, *, required: bool
+) -> StackedAttention | None:
+    usable, problems = usable_windows(shape, dtype, device)
+    if problems:
+        logger.warning("encoder windows: left out: %s", "; ".join(problems))
+    if not usable:
+        if required:
+            raise ValueError(f"mm_encoder_attn_backend 'triton_windows' does not work here: {'; '.join(problems)}")
+        return None
+    times = _times(usable, lambda each, rows: time_windows(each, shape, rows, dtype, device))
+    return fastest_windows_by_size(usable, times, FRAME_SIZES)
+
+
+def _times(candidates: Sequence[_T], measure: Callable[[_T, int], float]) -> dict[int, list[float]]:
+    """Seconds of each candidate by size; infinity for one that refuses a size."""
+    times: dict[int, list[float]] = {}
+    for rows in FRAME_SIZES:
+        times[rows] = []
+        for candidate in candidates:
+            name = getattr(candidate, "name", "")
+            try:
+                seconds = measure(candidate, rows)
+            except Exception as exc:  # a library may have no kernel for one size
+                logger.warning("encoder attention: %s refuses %d rows: %s", name, rows, exc)
+                seconds = float("inf")
+            times[rows].append(seconds)
+            logger.info("encoder attention over %d rows: %s takes %.0f us", rows, name, seconds * 1e6)
+    return times
 
 
 def fastest_by_size(
@@ -141,13 +209,30 @@ def fastest_by_size(
         seconds: By size, one for each candidate.
         sizes: Most rows that each size speaks for, ascending; the last speaks for all above.
     """
-    levels: list[tuple[int, Attention]] = []
+    levels = _fastest(candidates, seconds, sizes)
+    return levels[0][1] if len(levels) == 1 else BySize(levels)
+
+
+def fastest_windows_by_size(
+    candidates: Sequence[StackedAttention], seconds: Mapping[int, Sequence[float]], sizes: Mapping[int, int]
+) -> StackedAttention:
+    """As `fastest_by_size`."""
+    levels = _fastest(candidates, seconds, sizes)
+    return levels[0][1] if len(levels) == 1 else StackedBySize(levels)
+
+
+def _fastest(
+    candidates: Sequence[_T], seconds: Mapping[int, Sequence[float]], sizes: Mapping[int, int]
+) -> list[tuple[int, _T]]:
+    """(most rows, candidate), ascending, without neighbours that are the same."""
+    levels: list[tuple[int, _T]] = []
     for size, most in sizes.items():
         times = seconds[size]
-        levels.append((most, candidates[min(range(len(times)), key=times.__getitem__)]))
-    if len({id(attention) for _, attention in levels}) == 1:
-        return levels[0][1]
-    return BySize(levels)
+        best = candidates[min(range(len(times)), key=times.__getitem__)]
+        if levels and levels[-1][1] is best:
+            levels.pop()
+        levels.append((most, best))
+    return levels
 
 
 @torch.inference_mode()
@@ -158,26 +243,53 @@ def time_frames(
 
     Borders have the room that a captured graph's have.
     """
-    q, k, v = _frame_inputs(rows, shape, dtype, device)
+    head_dim = shape.width // shape.heads
+    q, k, v = split_qkv(torch.randn((rows, 3, shape.heads, head_dim), dtype=dtype, device=device))
     seconds = []
     for frame in (rows, min(rows, _USUAL_FRAME)):
         borders = torch.arange(0, rows + frame, frame, dtype=torch.int32).clamp_(max=rows)
         room = max(2, rows // shape.unit // 64) + 1 - len(borders)
         borders = torch.cat((borders, borders[-1:].expand(max(0, room)))).to(device)
         plan = attention.plan(Segments(borders, rows), rows)
-        samples = []
-        for turn in range(repeats + 2):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            # The host is ahead of the device, so that launching is not what is timed.
-            torch.cuda._sleep(200_000)
-            begin.record()
-            attention.attend(q, k, v, plan, q.shape[-1] ** -0.5)
-            end.record()
-            end.synchronize()
-            if turn >= 2:
-                samples.append(begin.elapsed_time(end) / 1e3)
-        seconds.append(median(samples))
+        seconds.append(
+            _device_seconds(lambda plan=plan: attention.attend(q, k, v, plan, q.shape[-1] ** -0.5), repeats)  # type: ignore[misc]
+        )
     return sum(seconds) / len(seconds)
+
+
+@torch.inference_mode()
+def time_windows(
+    windows: StackedAttention,
+    shape: TowerShape,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    repeats: int = 9,
+) -> float:
+    """Median device seconds of one layer over `rows` in full windows, with the borders' room of a captured graph."""
+    qkv = torch.randn((rows, 3 * shape.width), dtype=dtype, device=device)
+    angles = torch.randn((rows, shape.width // shape.heads // 2), device=device)
+    cos, sin = angles.cos(), angles.sin()
+    length = shape.window_slots**2 * shape.unit
+    room = rows // shape.unit // 4 + 2
+    borders = (torch.arange(max(room, -(-rows // length) + 1), dtype=torch.int32) * length).clamp_(max=rows).to(device)
+    plan = windows.plan(Segments(borders, min(rows, length)), rows)
+    return _device_seconds(lambda: windows.attend_stacked(qkv, cos, sin, shape.heads, plan, 0.1), repeats)
+
+
+def _device_seconds(call: Callable[[], object], repeats: int) -> float:
+    samples = []
+    for turn in range(repeats + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # The host is ahead of the device, so that launching is not what is timed.
+        torch.cuda._sleep(200_000)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        if turn >= 2:
+            samples.append(begin.elapsed_time(end) / 1e3)
+    return median(samples)
 
 
 def choose_ops(fused: bool, shape: TowerShape, dtype: torch.dtype, device: torch.device) -> Ops:
@@ -194,92 +306,3 @@ def choose_ops(fused: bool, shape: TowerShape, dtype: torch.dtype, device: torch
         return plain
     logger.info("encoder kernels: %s", ops.name)
     return ops
-
-
-def _triton_windows(
-    shape: TowerShape, dtype: torch.dtype, device: torch.device, *, required: bool
-) -> StackedAttention | None:
-    try:
-        from deployments.vision_encoder.triton_attention import TritonWindows
-
-        windows = TritonWindows()
-        check_windows(windows, shape, dtype, device)
-    except Exception as exc:  # as above
-        if required:
-            raise ValueError(f"mm_encoder_attn_backend 'triton_windows' does not work here: {exc}") from exc
-        logger.warning("encoder windows: no fused kernel: %s: %s", type(exc).__name__, exc)
-        return None
-    return windows
-
-
-def check_windows(windows: StackedAttention, shape: TowerShape, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise RuntimeError unless it agrees with plain torch on windows of several lengths, an empty one among them."""
-    longest = shape.window_slots**2 * shape.unit
-    segments = _segments([longest, shape.unit, longest - shape.unit, longest, 3 * shape.unit, 0], device)
-    rows, half = int(segments.borders[-1]), shape.width // shape.heads // 2
-    qkv = _noise((rows, 3 * shape.width), dtype, device, 0)
-    angles = _noise((rows, half), torch.float32, device, 1) * 10
-    cos, sin, scale = angles.cos(), angles.sin(), (2 * half) ** -0.5
-    plain = Rotated(PlainOps(), SdpaSegments())
-    ours, expected = (
-        each.attend_stacked(qkv, cos, sin, shape.heads, each.plan(segments, rows), scale) for each in (windows, plain)
-    )
-    _compare("window attention", ours, expected)
-
-
-def check_frames(frames: Attention, shape: TowerShape, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise RuntimeError unless it agrees with plain torch on frames of many lengths, with rows of nobody behind."""
-    segments = _segments([300, shape.unit, 64, 0, 517, 128, 3 * shape.unit, 0, 0], device)
-    used = int(segments.borders[-1])
-    rows = used + 70
-    q, k, v = _frame_inputs(rows, shape, dtype, device)
-    scale, plain = q.shape[-1] ** -0.5, SdpaSegments()
-    ours, expected = (each.attend(q, k, v, each.plan(segments, rows), scale)[:used] for each in (frames, plain))
-    _compare("frame attention", ours, expected)
-
-
-def _segments(lengths: Sequence[int], device: torch.device) -> Segments:
-    borders = torch.tensor([0, *lengths]).cumsum(0)
-    return Segments(borders.to(device, torch.int32), max(lengths))
-
-
-def _frame_inputs(
-    rows: int, shape: TowerShape, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v as `Ops.rotary` gives them: v is a view of the qkv product."""
-    qkv = _noise((rows, 3, shape.heads, shape.width // shape.heads), dtype, device, rows)
-    return qkv[:, 0].contiguous(), qkv[:, 1].contiguous(), qkv[:, 2]
-
-
-def check_ops(ops: Ops, plain: Ops, shape: TowerShape, dtype: torch.dtype, device: torch.device) -> None:
-    rows, half = 37, shape.width // shape.heads // 2
-    x, delta = _noise((rows, shape.width), dtype, device, 0), _noise((rows, shape.width), dtype, device, 1)
-    weight = 1 + _noise((shape.width,), dtype, device, 2)
-    norm = Norm(weight, None if shape.rms_norm else _noise((shape.width,), dtype, device, 3))
-    angles = _noise((rows, half), torch.float32, device, 4) * 10
-    qkv = _noise((rows, 3 * shape.width), dtype, device, 5)
-    pixels = torch.arange(12 * shape.unit * shape.image_row, device=device).view(-1, shape.image_row) % 251
-    pixels = pixels.to(torch.uint8)
-    order = torch.arange(11, -1, -1, dtype=torch.int32, device=device)
-    width = -(-shape.image_row // 64) * 64
-    calls: list[tuple[str, Callable[[Ops], tuple[torch.Tensor, ...]]]] = [
-        ("unpack", lambda o: (o.unpack(pixels, None, shape.unit, width, dtype),)),
-        ("unpack in order", lambda o: (o.unpack(pixels, order, shape.unit, width, dtype),)),
-        ("norm", lambda o: (o.norm(x, norm),)),
-        ("add_norm", lambda o: o.add_norm(x, delta, norm)),
-        ("rotary", lambda o: o.rotary(qkv, angles.cos(), angles.sin(), shape.heads)),
-        ("gated_silu", lambda o: (o.gated_silu(qkv[:, : 2 * shape.width].contiguous()),)),
-    ]
-    for name, call in calls:
-        for ours, expected in zip(call(ops), call(plain), strict=True):
-            _compare(name, ours, expected)
-
-
-def _noise(size: tuple[int, ...], dtype: torch.dtype, device: torch.device, seed: int) -> torch.Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
-def _compare(name: str, ours: torch.Tensor, expected: torch.Tensor) -> None:
-    error = (ours.float() - expected.float()).abs().max() / expected.float().abs().max()
-    if not bool(error <= _TOLERANCE):
-        raise RuntimeError(f"{name} differs from plain torch by {float(error):.3g} of the largest value")

@@ -70,6 +70,8 @@ class Core(Protocol):
 class EncoderService:
     """Args:
     core: Describes items; the batcher runs it.
+    store: Where patches are.
+    embeddings: Where embeddings go; `store` if None.
     preprocessor: Makes patches again for items that came without them or lost them; None if there is none.
     fingerprint: Which encoder makes the embeddings; enters every key.
     cache_bytes: Bound of the memory cache, in bytes of embeddings.
@@ -89,10 +91,12 @@ class EncoderService:
         stats: EncoderStats,
         preprocessor: Preprocessor | None = None,
         lower: EmbeddingCache | None = None,
+        embeddings: ObjectStore | None = None,
         join_timeout_s: float = 60.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._core, self._batcher, self._store = core, batcher, store
+        self._embeddings = embeddings or store
         self._preprocessor, self._lower, self._fingerprint = preprocessor, lower, fingerprint
         self._join_timeout_s, self._clock = join_timeout_s, clock
         self._flight: SingleFlight[EncodedItem] = SingleFlight(
@@ -167,7 +171,7 @@ class EncoderService:
         embedding, origin = await self._find(key, item, spec, request)
         rows = embedding.rows
         # Megabytes are copied: on the event loop they would keep the next round from starting.
-        ref = await asyncio.to_thread(self._store.put, rows)
+        ref = await asyncio.to_thread(self._embeddings.put, rows)
         encoded = EncodedItem(
             identity=item.identity,
             num_slots=item.num_slots,

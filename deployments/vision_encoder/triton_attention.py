@@ -6,6 +6,8 @@ rows of the qkv product. Frames are flash attention (Dao et al. 2022) with two c
     heads of 72 or 80   split in a wide and a narrow part (64 + 16), where a power of two would compute 128 columns
     blocks of rows      run over the packed rows instead of (segment, block) pairs, so that a captured graph launches
                         nothing for segments that are not there; a block that holds parts of several segments masks
+
+Rows of no segment are neither read as keys nor waited for; what they hold reaches no other row, NaN included.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -54,6 +56,20 @@ def _rotated_scores(
 
 
 @triton.jit
+def _rotated(source, cos_ptr, sin_ptr, at, live, BLOCK: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr):
+    """Columns [0, BLOCK) of a head, rotated. Reads every column twice, as itself and as the other of its pair."""
+    dim = tl.arange(0, BLOCK)[None, :]
+    inside = live & (dim < HALF * 2)
+    is_left = dim < HALF
+    place = tl.where(is_left, dim, dim - HALF)
+    cos = tl.load(cos_ptr + at * HALF + place, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + at * HALF + place, mask=inside, other=0.0)
+    own = tl.load(source + dim, mask=inside, other=0.0).to(tl.float32)
+    pair = tl.load(source + tl.where(is_left, dim + HALF, dim - HALF), mask=inside, other=0.0).to(tl.float32)
+    return (own * cos + tl.where(is_left, -pair, pair) * sin).to(KIND)
+
+
+@triton.jit
 def _window_kernel(
     qkv_ptr,
     cos_ptr,
@@ -68,6 +84,7 @@ def _window_kernel(
     HALF_NARROW: tl.constexpr,
     WIDE: tl.constexpr,
     NARROW: tl.constexpr,
+    BY_HALVES: tl.constexpr,
 ):
     segment = tl.program_id(0)
     head = tl.program_id(1)
@@ -79,20 +96,27 @@ def _window_kernel(
         row = tl.arange(0, ROWS)
         at = (first + row)[:, None]
         live = (row < length)[:, None]
-        scores = tl.zeros((ROWS, ROWS), tl.float32)
-        scores = _rotated_scores(
-            scores, qkv_ptr, cos_ptr, sin_ptr, at, live, head, 0, HALF_WIDE, HALF, width, kind
-        )  # fmt: skip
-        if HALF > HALF_WIDE:
+        column = head * (HALF * 2)
+        if BY_HALVES:
+            scores = tl.zeros((ROWS, ROWS), tl.float32)
             scores = _rotated_scores(
-                scores, qkv_ptr, cos_ptr, sin_ptr, at, live, head, HALF_WIDE, HALF_NARROW, HALF, width, kind
+                scores, qkv_ptr, cos_ptr, sin_ptr, at, live, head, 0, HALF_WIDE, HALF, width, kind
             )  # fmt: skip
+            if HALF > HALF_WIDE:
+                scores = _rotated_scores(
+                    scores, qkv_ptr, cos_ptr, sin_ptr, at, live, head, HALF_WIDE, HALF_NARROW, HALF, width, kind
+                )  # fmt: skip
+        else:
+            source = qkv_ptr + at * (width * 3) + column
+            q = _rotated(source, cos_ptr, sin_ptr, at, live, WIDE, HALF, kind)
+            k = _rotated(source + width, cos_ptr, sin_ptr, at, live, WIDE, HALF, kind)
+            scores = tl.dot(q, tl.trans(k))
         scores = tl.where((row < length)[None, :], scores * scale, float("-inf"))
         weights = tl.exp(scores - tl.max(scores, 1)[:, None])
         inverse = 1.0 / tl.sum(weights, 1)[:, None]
         weights = weights.to(kind)
-        source = qkv_ptr + at * (width * 3) + 2 * width + head * (HALF * 2)
-        target = out_ptr + at * width + head * (HALF * 2)
+        source = qkv_ptr + at * (width * 3) + 2 * width + column
+        target = out_ptr + at * width + column
         dim = tl.arange(0, WIDE)[None, :]
         inside = live & (dim < HALF * 2)
         v = tl.load(source + dim, mask=inside, other=0.0)
@@ -155,10 +179,11 @@ def _frame_step(
         scores = tl.dot(q_narrow, tl.trans(k_narrow), scores)
     if MASKED:
         mine = (key[None, :] >= low[:, None]) & (key[None, :] < tl.minimum(high, last)[:, None])
-        # Finite: a row whose keys are all still to come collects rubbish that its first real key scales to zero.
-        scores = tl.where(mine, scores, -1e30)
+        # Not a large number: the product below is fused with the subtraction, so that what rounding takes off the peak
+        # of a row without keys, some 1e22, would be its exponent.
+        scores = tl.where(mine, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
-    weights = tl.exp2(scores * scale - new_peak[:, None])
+    weights = tl.exp2(tl.fma(scores, scale, -new_peak[:, None]))
     keep = tl.exp2(peak - new_peak)
     total = total * keep + tl.sum(weights, 1)
     weights = weights.to(v_wide.dtype)
@@ -168,7 +193,7 @@ def _frame_step(
     return new_peak, total, wide, narrow
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _frame_kernel(
     q_ptr,
     k_ptr,
@@ -198,7 +223,7 @@ def _frame_kernel(
     first = tl.min(tl.where(used, low, rows))
     latest = tl.max(tl.where(used, low, 0))
     earliest = tl.min(tl.where(used, high, rows))
-    last = tl.max(high)
+    last = tl.max(tl.where(used, high, 0))
 
     column = head * HEAD_DIM
     at = row.to(tl.int64)[:, None]
@@ -209,12 +234,13 @@ def _frame_kernel(
     q_wide = tl.load(q_ptr + at * q_row + column + dim_wide[None, :], mask=wide_inside, other=0.0)
     q_narrow = tl.load(q_ptr + at * q_row + column + dim_narrow[None, :], mask=narrow_inside, other=0.0)
 
+    # Finite, so that a row that has met no key yet stays free of inf - inf.
     peak = tl.full((BLOCK_M,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     wide = tl.zeros((BLOCK_M, WIDE), tl.float32)
     narrow = tl.zeros((BLOCK_M, NARROW), tl.float32)
     # Keys that every row of the block sees, in whole blocks; before and behind them with masks.
-    shared_end = latest + tl.maximum(earliest - latest, 0) // BLOCK_N * BLOCK_N
+    shared_end = tl.minimum(latest + tl.maximum(earliest - latest, 0) // BLOCK_N * BLOCK_N, last)
     for start in tl.range(first, latest, BLOCK_N):
         peak, total, wide, narrow = _frame_step(
             start, latest, low, high, q_wide, q_narrow, k_ptr + column, v_ptr + column, k_row, v_row, scale,
@@ -240,10 +266,19 @@ def _frame_kernel(
 
 
 class TritonWindows:
-    """Attention inside segments short enough for one block each; see attention.StackedAttention."""
+    """Attention inside segments short enough for one block each; see attention.StackedAttention.
 
-    name = "triton_windows"
+    Args:
+        split: Heads in a wide and a narrow part, and scores as the sum of what each part of each half of a head gives;
+            else heads as one power of two, and scores as one product. The first computes less, the second is simpler.
+        num_warps: Four and more take a Hopper GPU's products of groups of warps, fewer those of single warps.
+    """
+
     capturable = True
+
+    def __init__(self, split: bool = True, num_warps: int = 4) -> None:
+        self.name = f"triton_windows_{'split' if split else 'whole'}_{num_warps}"
+        self._split, self._num_warps = split, num_warps
 
     def plan(self, segments: Segments, rows: int) -> Segments:
         return segments
@@ -251,11 +286,14 @@ class TritonWindows:
     def attend_stacked(
         self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, plan: Segments, scale: float
     ) -> torch.Tensor:
+        """See attention.StackedAttention. Raises ValueError if an input is not contiguous."""
+        if not (qkv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
+            raise ValueError("qkv, cos and sin must be contiguous")
         rows, width = qkv.shape[0], qkv.shape[1] // 3
         half = width // heads // 2
         out = torch.empty((rows, width), dtype=qkv.dtype, device=qkv.device)
-        half_wide, half_narrow = _split_head(half)
-        wide, narrow = _split_head(half * 2)
+        half_wide, half_narrow = split_head(half, self._split)
+        wide, narrow = split_head(half * 2, self._split)
         _window_kernel[(plan.borders.shape[0] - 1, heads)](
             qkv,
             cos,
@@ -270,7 +308,8 @@ class TritonWindows:
             HALF_NARROW=half_narrow,
             WIDE=wide,
             NARROW=narrow,
-            num_warps=4,
+            BY_HALVES=self._split,
+            num_warps=self._num_warps,
         )
         return out
 
@@ -293,27 +332,35 @@ def row_ranges(borders: torch.Tensor, rows: int) -> RowRanges:
 
 
 class TritonFrames:
-    """Attention inside segments of any length; see attention.Attention.
+    """Attention inside segments of any length; see attention.Attention. Rows of q, k and v may lie apart (as those of v
+    in a qkv product do), each row's heads may not.
 
     Args:
         block_rows: Query rows of a program.
         block_keys: Keys of a step.
+        split: Heads in a wide and a narrow part instead of one power of two.
     """
 
     capturable = True
 
-    def __init__(self, block_rows: int = 128, block_keys: int = 64, num_warps: int = 8, num_stages: int = 3) -> None:
-        self.name = f"triton_frames_{block_rows}x{block_keys}"
-        self._block_rows, self._block_keys = block_rows, block_keys
+    def __init__(
+        self, block_rows: int = 128, block_keys: int = 64, num_warps: int = 8, num_stages: int = 3, split: bool = True
+    ) -> None:
+        self.name = f"triton_frames_{block_rows}x{block_keys}" + ("" if split else "_whole")
+        self._block_rows, self._block_keys, self._split = block_rows, block_keys, split
         self._num_warps, self._num_stages = num_warps, num_stages
 
     def plan(self, segments: Segments, rows: int) -> RowRanges:
         return row_ranges(segments.borders, rows)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: RowRanges, scale: float) -> torch.Tensor:
+        """See attention.Attention. Raises ValueError if a row's heads do not lie side by side."""
         rows, heads, head_dim = q.shape
+        for name, part in (("q", q), ("k", k), ("v", v)):
+            if part.stride()[1:] != (head_dim, 1):
+                raise ValueError(f"the heads of a row of {name} must lie side by side; strides are {part.stride()}")
         out = torch.empty((rows, heads, head_dim), dtype=q.dtype, device=q.device)
-        wide, narrow = _split_head(head_dim)
+        wide, narrow = split_head(head_dim, self._split)
         _frame_kernel[(triton.cdiv(rows, self._block_rows), heads)](
             q,
             k,
@@ -338,10 +385,10 @@ class TritonFrames:
         return out
 
 
-def _split_head(columns: int) -> tuple[int, int]:
+def split_head(columns: int, split: bool = True) -> tuple[int, int]:
     """Powers of two of at least 16 that hold the columns with the least padding; the second may be unused."""
     wide = max(16, triton.next_power_of_2(columns))
-    if columns < wide and wide > 32:
+    if split and columns < wide and wide > 32:
         narrow = max(16, triton.next_power_of_2(columns - wide // 2))
         if narrow < wide // 2:
             return wide // 2, narrow

@@ -209,6 +209,65 @@ _ENCODER = Row(
     ),
 )
 
+_TRANSFER = Row(
+    title="Embeddings on their way to the engine",
+    panels=(
+        Panel(
+            title="Bytes moved by direction and back end",
+            unit="Bps",
+            description="put: by encoders. get: by engines; above put, as one embedding may be got by several. Near "
+            "the network's limit: more engines where the encoders are.",
+            queries=(
+                Query(
+                    expr=total_rate("embedding_transfer_bytes_total", "direction", "backend"),
+                    legend="{{direction}} {{backend}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Seconds to move one",
+            unit="s",
+            description="p95. put: until others can get it. get: until the engine can read it, without the copy to its "
+            "device. Rising puts: the object store is full or spills.",
+            queries=(
+                Query(
+                    expr=quantile(0.95, "embedding_transfer_seconds", "direction", "backend"),
+                    legend="{{direction}} {{backend}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Host memory for embeddings",
+            unit="bytes",
+            stacked=True,
+            description="Used while an embedding is copied to the device. Full for long: raise "
+            "lm_engine.embed_pool_bytes.",
+            queries=(Query(expr=total(series("embedding_pool_bytes"), "state"), legend="{{state}}"),),
+        ),
+        Panel(
+            title="Embeddings that wait for host memory",
+            description="By replica. Above 0 now and then: a burst of large pictures. For long: raise "
+            "lm_engine.embed_pool_bytes.",
+            queries=(Query(expr=total(series("embedding_pool_waiting"), "replica"), legend="{{replica}}"),),
+        ),
+        Panel(
+            title="Host memory taken and never used",
+            unit="ops",
+            thresholds=((0.001, "red"),),
+            description="Must be 0: it was given back, but who took it is lost. The log has the size; report it.",
+            queries=(Query(expr=total_rate("embedding_pool_expired_total")),),
+        ),
+        Panel(
+            title="Second calls for slow encodes",
+            unit="ops",
+            description="won: the other replica answered first, so one hangs or is overloaded. lost: patience was too "
+            "short. over_budget: none was made, since lm_engine.hedging.max_share is used up; for long, all replicas "
+            "are slow: add some.",
+            queries=(Query(expr=total_rate("encoder_hedges_total", "outcome"), legend="{{outcome}}"),),
+        ),
+    ),
+)
+
 _READING = Row(
     title="Fetching and decoding",
     panels=(
@@ -276,6 +335,6 @@ DASHBOARD = Dashboard(
     uid="sightline-pictures",
     title="Sightline / Pictures",
     description="Preparation, cache tiers and vision encoder.",
-    rows=(_MEDIA, _CACHES, _ENCODER, _READING, _REFUSED),
+    rows=(_MEDIA, _CACHES, _ENCODER, _TRANSFER, _READING, _REFUSED),
     variables=(DEPLOYMENT, REPLICA),
 )

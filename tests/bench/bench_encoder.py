@@ -442,7 +442,7 @@ class Bench:
         if not self.on_cuda:
             yield "skipped", "needs a GPU"
             return
-        for backend in ("varlen", "triton_windows", "cudnn", "triton_frames", "auto"):
+        for backend in ("varlen", "triton_windows", "triton_frames", "auto"):
             core = self.build(
                 replace(
                     self.config,

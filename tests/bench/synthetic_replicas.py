@@ -7,9 +7,12 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
+from deployments.hedging import OUTCOMES
 from deployments.lm_engine.stats import Budget, Outcome
 from deployments.messages import Modality
 from deployments.metrics import BY_NAME, FAMILIES, Family, ReplicaMetrics, Sample, render
+from deployments.ports import EmbeddingTransfer
+from deployments.transfer_meter import Direction
 
 STATUSES = ("200", "400", "401", "404", "413", "429", "499", "500", "503", "504")
 
@@ -42,6 +45,11 @@ VALUES: dict[str, tuple[str, ...]] = {
     "scheduler_requests.state": ("running", "waiting"),
     "kv_blocks.state": ("used", "cached", "free"),
     "embedding_slots.state": ("used", "cached", "free"),
+    "embedding_pool_bytes.state": ("used", "free"),
+    "embedding_transfer_bytes_total.direction": get_args(Direction),
+    "embedding_transfer_seconds.direction": get_args(Direction),
+    "backend": get_args(EmbeddingTransfer),
+    "encoder_hedges_total.outcome": OUTCOMES,
     "source": ("computed", "cached"),
     "tenant": ("acme", "labs", "other"),
     "tenant_tokens_total.kind": ("prompt", "cached", "image", "generated"),
@@ -68,6 +76,7 @@ _OWNERS = {
         "engine",
         "encode_",
         "budget_rejections",
+        "encoder_hedges",
     ),
 }
 

@@ -18,11 +18,12 @@ from deployments.vision_encoder.config import EncoderConfig
 from deployments.vision_encoder.data_parallel import DataParallelCore
 from deployments.vision_encoder.encoder import EncoderCore
 from deployments.vision_encoder.forward import run_eager
+from deployments.vision_encoder.kernel_check import check_frames, check_windows
 from deployments.vision_encoder.kernel_choice import (
     choose_attention,
     choose_ops,
     frame_candidates,
-    usable_frames,
+    window_candidates,
 )
 from deployments.vision_encoder.ops import PlainOps
 from deployments.vision_encoder.packing import Load
@@ -158,9 +159,7 @@ def test_float32_on_cuda_runs_eagerly_and_equals_cpu() -> None:
     assert {mode for _, mode in core.stats.invocations} == {"eager"}
 
 
-@pytest.mark.parametrize(
-    "backend", ["varlen", "cudnn", "triton_frames", "triton_windows", "sdpa_masked", "sdpa_segments"]
-)
+@pytest.mark.parametrize("backend", ["varlen", "triton_frames", "triton_windows", "sdpa_masked", "sdpa_segments"])
 def test_every_backend_agrees(backend: str) -> None:
     core, exact = make_core("qwen2_5_vl", mm_encoder_attn_backend=backend), exact_adapter("qwen2_5_vl")
     items = [item for item in random_items(exact, MIXED) if item.modality == "image"]
@@ -212,12 +211,25 @@ def test_the_fused_kernels_pass_their_check_on_the_published_shapes(model_type: 
     shape = shape_of({"model_type": model_type, "vision_config": {}})
     device = torch.device("cuda")
     assert choose_ops(True, shape, torch.bfloat16, device).name == "triton"
-    _, windows = choose_attention("auto", shape, torch.bfloat16, device)
+    frames, windows = choose_attention("auto", shape, torch.bfloat16, device)
+    assert frames.capturable
     if shape.window_slots:
-        assert windows.name == "triton_windows"
-    usable, problems = usable_frames("", shape, torch.bfloat16, device)
-    assert not problems
-    assert {frames.name for frames in usable} == set(frame_candidates())
+        assert windows.name.startswith("triton_windows")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("name", [name for group in frame_candidates() for name in group])
+def test_attention_over_frames_is_right_on_the_published_shapes(name: str, model_type: str) -> None:
+    shape = shape_of({"model_type": model_type, "vision_config": {}})
+    make = next(group[name] for group in frame_candidates() if name in group)
+    check_frames(make(), shape, torch.bfloat16, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", [name for group in window_candidates() for name in group])
+def test_attention_in_windows_is_right_on_the_published_shape(name: str) -> None:
+    shape = shape_of({"model_type": "qwen2_5_vl", "vision_config": {}})
+    make = next(group[name] for group in window_candidates() if name in group)
+    check_windows(make(), shape, torch.bfloat16, torch.device("cuda"))
 
 
 def test_rows_that_stay_on_the_device_are_complete_and_outlive_later_passes() -> None:

@@ -85,11 +85,25 @@ class AppProcess:
             time.sleep(0.2)
         raise RuntimeError(f"the application did not start:\n{self.log.read_text(errors='replace')[-4000:]}")
 
+    @property
+    def address(self) -> str:
+        """Of its Ray cluster."""
+        arguments = (argument for process in self.processes() for argument in process.cmdline())
+        option = "--gcs-address="
+        return next(argument.removeprefix(option) for argument in arguments if argument.startswith(option))
+
+    def signal(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit status of the launcher."""
+        return self._process.wait(timeout_s)
+
     def stop(self) -> None:
         """As an operator would: SIGTERM, and SIGKILL for what is left of its own processes."""
         own = self.processes()
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+            self.signal()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOP_TIMEOUT_S)
         for process in own:

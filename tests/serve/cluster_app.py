@@ -115,10 +115,8 @@ def _counts(deployment: DeploymentStatusOverview) -> dict[str, int]:
 
 
 @contextmanager
-def running_cluster_app(
-    folder: Path, config: Mapping[str, Any], *, workers: int, dashboard: bool = False
-) -> Iterator[ClusterApp]:
-    with running_nodes(folder, workers=workers, dashboard=dashboard) as nodes:
+def running_cluster_app(folder: Path, config: Mapping[str, Any], *, workers: int) -> Iterator[ClusterApp]:
+    with running_nodes(folder, workers=workers) as nodes:
         app = ClusterApp(nodes, folder, config)
         app.deploy(config)
         ray.init(address=nodes.address, namespace="serve", log_to_driver=False, logging_level=logging.WARNING)

@@ -82,7 +82,6 @@ class RayNodes:
         num_cpus: Logical CPUs of a worker.
         head_cpus: 0 keeps the replicas on the workers.
         object_store_bytes: Of each node.
-        dashboard: Whether the head runs Ray's dashboard, which `serve status` and `serve shutdown` ask.
     """
 
     def __init__(
@@ -92,18 +91,15 @@ class RayNodes:
         num_cpus: int = 2,
         head_cpus: int = 0,
         object_store_bytes: int = 128 << 20,
-        dashboard: bool = False,
     ) -> None:
         self._folder, self._num_cpus, self._object_store_bytes = folder, num_cpus, object_store_bytes
         # Not the test's own folder: the path of a Unix socket has at most 107 bytes.
         self._temp = tempfile.TemporaryDirectory(prefix="nodes", ignore_cleanup_errors=True)
         self._numbers = itertools.count(1)
         self.address = f"127.0.0.1:{free_port()}"
-        self.dashboard_url = f"http://127.0.0.1:{free_port()}"
         head = [
             "--head", f"--port={self.address.rpartition(':')[2]}", f"--ray-client-server-port={free_port()}",
-            f"--temp-dir={self._temp.name}", f"--include-dashboard={str(dashboard).lower()}",
-            f"--dashboard-port={self.dashboard_url.rpartition(':')[2]}",
+            f"--temp-dir={self._temp.name}", "--include-dashboard=false", f"--dashboard-port={free_port()}",
         ]  # fmt: skip
         self.head = self._node("head", head, head_cpus)
         self.workers: list[Node] = []
@@ -132,8 +128,8 @@ class RayNodes:
 
 
 @contextmanager
-def running_nodes(folder: Path, *, workers: int, dashboard: bool = False) -> Iterator[RayNodes]:
-    nodes = RayNodes(folder, head_cpus=0 if workers else 4, dashboard=dashboard)
+def running_nodes(folder: Path, *, workers: int) -> Iterator[RayNodes]:
+    nodes = RayNodes(folder, head_cpus=0 if workers else 4)
     try:
         nodes.head.wait_until_up()
         for _ in range(workers):  # one by one: nodes that choose their ports at the same moment choose the same

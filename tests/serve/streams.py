@@ -8,14 +8,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import httpx
 
-from tests.serve.examples import Example
+from tests.serve.examples import Example, load_examples
 
 Outcome = Literal["right", "wrong", "failed", "lost"]
 CHAT = "/v1/chat/completions"
@@ -81,6 +83,22 @@ async def count(
     answer = await stream(client, body, answer)
     outcome = answer.outcome(answer.completion_tokens == tokens and answer.finish_reason == "length")
     return outcome, answer.loss or answer.failure or f"{answer.completion_tokens} tokens, {answer.finish_reason}"
+
+
+@asynccontextmanager
+async def long_streams(
+    url: str, model: str, number: int, tokens: int
+) -> AsyncIterator[list[asyncio.Task[tuple[Outcome, str]]]]:
+    """Streams that have all begun and are far from their ends."""
+    example = load_examples()[0]
+    answers = [Answer() for _ in range(number)]
+    async with httpx.AsyncClient(base_url=url, timeout=240.0) as client:
+        tasks = [asyncio.create_task(count(client, model, example, tokens, answer)) for answer in answers]
+        async with asyncio.timeout(60):
+            while not all(answer.text for answer in answers):
+                assert not any(task.done() for task in tasks), [task.result() for task in tasks if task.done()]
+                await asyncio.sleep(0.02)
+        yield tasks
 
 
 def _take(answer: Answer, event: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.serve.cluster_app import DEPLOYMENTS, ClusterApp, deployments_of, dev_config, running_cluster_app
 from tests.serve.load import load_on
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 REQUESTS = 60
 BEGUN = "failed: event replica_lost"

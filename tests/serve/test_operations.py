@@ -1,30 +1,35 @@
 """What operators do to a running application: roll out, scale down, shut down. No request that is served pays for it.
 
-One cluster of one node; the tests run in their order, and the last one shuts the application down.
+One cluster of one node, whose tests run in their order until one shuts it down; then `python -m app.serve`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import os
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.serve import poison
-from tests.serve.cluster_app import SERVE, ClusterApp, deployments_of, dev_config, running_cluster_app
+from tests.serve.app_process import running_app
+from tests.serve.cluster_app import ClusterApp, deployments_of, dev_config, running_cluster_app
+from tests.serve.conftest import ROOT
 from tests.serve.examples import load_examples
 from tests.serve.load import load_on
 from tests.serve.nodes import ENVIRONMENT
-from tests.serve.streams import Answer, Outcome, ask, count, stream
+from tests.serve.streams import ask, long_streams, stream
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 REQUESTS = 300
 LONG_STREAMS = 8
@@ -34,7 +39,7 @@ LONG_TOKENS = 1500
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterApp]:
     folder = tmp_path_factory.mktemp("operations")
-    with running_cluster_app(folder, dev_config(), workers=0, dashboard=True) as app:
+    with running_cluster_app(folder, dev_config(), workers=0) as app:
         yield app
 
 
@@ -53,19 +58,17 @@ async def roll_out(cluster: ClusterApp, config: dict[str, Any]) -> None:
 
 
 @asynccontextmanager
-async def long_streams(cluster: ClusterApp) -> AsyncIterator[list[asyncio.Task[tuple[Outcome, str]]]]:
-    """Streams that have all begun and are far from their ends."""
-    example = load_examples()[0]
-    answers = [Answer() for _ in range(LONG_STREAMS)]
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=240.0) as client:
-        tasks = [
-            asyncio.create_task(count(client, cluster.model, example, LONG_TOKENS, answer)) for answer in answers
-        ]  # fmt: skip
-        async with asyncio.timeout(60):
-            while not all(answer.text for answer in answers):
-                assert not any(task.done() for task in tasks), [task.result() for task in tasks if task.done()]
-                await asyncio.sleep(0.02)
-        yield tasks
+async def running_stop(address: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "app.stop", "--address", address,
+        cwd=ROOT, env={**os.environ, **ENVIRONMENT}, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
 
 
 async def test_a_roll_out_fails_no_request(cluster: ClusterApp) -> None:
@@ -84,7 +87,7 @@ async def test_a_roll_out_fails_no_request(cluster: ClusterApp) -> None:
 
 async def test_scaling_down_cuts_no_stream(cluster: ClusterApp) -> None:
     assert set(cluster.running().values()) == {2}
-    async with long_streams(cluster) as tasks:
+    async with long_streams(cluster.url, cluster.model, LONG_STREAMS, LONG_TOKENS) as tasks:
         await roll_out(cluster, changed(cluster.config, 1))
         ended = await asyncio.gather(*tasks)
     assert Counter(outcome for outcome, _ in ended) == {"right": LONG_STREAMS}, ended
@@ -106,15 +109,36 @@ async def test_a_request_that_kills_its_replicas_is_tried_a_bounded_number_of_ti
         await asyncio.to_thread(cluster.wait_until, cluster.is_whole)
 
 
-# Serve's controller kills its proxies in the first tick of a shutdown, whatever they still carry.
-@pytest.mark.xfail(
-    reason="`serve shutdown -y` cuts streams: proxies are killed before replicas have drained", strict=False
-)
-async def test_shutting_down_lets_streams_end(cluster: ClusterApp) -> None:
-    async with long_streams(cluster) as tasks:
-        command = [str(SERVE), "shutdown", "-y", "--address", cluster.nodes.dashboard_url]
-        environment = {**os.environ, **ENVIRONMENT}
-        done = await asyncio.to_thread(subprocess.run, command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+async def test_shutting_down_lets_streams_end_and_refuses_what_comes(cluster: ClusterApp) -> None:
+    example = load_examples()[0]
+    async with (
+        long_streams(cluster.url, cluster.model, LONG_STREAMS, LONG_TOKENS) as tasks,
+        httpx.AsyncClient(base_url=cluster.url, timeout=60.0) as client,
+        running_stop(cluster.nodes.address) as stopping,
+    ):
+        assert stopping.stderr is not None
+        first = (await stopping.stderr.readline()).decode()
+        assert f"{LONG_STREAMS} requests under way" in first
+        assert await ask(client, cluster.model, example) == ("failed", "503 shutting_down")
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.get("/health")).status_code == 200
+        assert not any(task.done() for task in tasks), "the streams were too short for this test"
         ended = await asyncio.gather(*tasks)
-    assert Counter(outcome for outcome, _ in ended) == {"right": LONG_STREAMS}, ended
+        told = (await stopping.stderr.read()).decode().splitlines()
+        assert Counter(outcome for outcome, _ in ended) == {"right": LONG_STREAMS}, ended
+        assert (await stopping.wait(), told[-1]) == (0, "stopped; every answer has come to its end")
+    assert cluster.replicas() == {}
+    async with running_stop(cluster.nodes.address) as again:
+        assert again.stderr is not None
+        assert "Serve does not run" in (await again.stderr.read()).decode()
+        assert await again.wait() == 3
+
+
+def test_the_launcher_ends_when_its_application_is_stopped_from_elsewhere(tmp_path: Path) -> None:
+    with running_app(tmp_path, args={}, replicas={}) as app:
+        command = [sys.executable, "-m", "app.stop", "--address", app.address]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        stopped = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+        assert stopped.returncode == 0, stopped.stderr
+        assert app.wait(60) == 0
+        assert "Serve was shut down from elsewhere" in app.log.read_text()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.serve.app_process import AppProcess, Samples, replicas_with, running_app, total
+from tests.serve.streams import long_streams, stream
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -33,12 +36,12 @@ def picture(seed: int) -> str:
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def ask(app: AppProcess, *pictures: str, text: str = "", **options: object) -> httpx.Response:
+def ask(app: AppProcess, *pictures: str, text: str = "", timeout_s: float = 120.0, **options: object) -> httpx.Response:
     parts: list[dict[str, object]] = [{"type": "image_url", "image_url": {"url": url}} for url in pictures]
     if text:
         parts.append({"type": "text", "text": text})
     body = {"model": app.model, "messages": [{"role": "user", "content": parts}], "max_tokens": 2, **options}
-    return httpx.post(f"{app.url}/v1/chat/completions", json=body, timeout=120.0)
+    return httpx.post(f"{app.url}/v1/chat/completions", json=body, timeout=timeout_s)
 
 
 def used(before: Samples, after: Samples, name: str, **labels: str) -> set[str]:
@@ -80,3 +83,26 @@ def test_every_stream_is_read_where_its_request_was_put(app: AppProcess) -> None
     with ThreadPoolExecutor(16) as pool:
         texts = list(pool.map(stream, range(48)))
     assert all(text.rstrip().endswith("data: [DONE]") and '"error"' not in text for text in texts)
+
+
+async def test_a_signal_lets_streams_end_and_new_requests_are_refused(app: AppProcess) -> None:
+    """The last test here: it stops the application. What else operators do is in test_operations.py."""
+    hello = {"model": app.model, "messages": [{"role": "user", "content": "Hello"}]}
+    async with (
+        long_streams(app.url, app.model, number=8, tokens=1200) as tasks,
+        httpx.AsyncClient(base_url=app.url, timeout=60.0) as client,
+    ):
+        app.signal()
+        async with asyncio.timeout(20):
+            while (await stream(client, hello)).failure != "503 shutting_down":
+                pass
+        assert (await client.get("/ready")).status_code == 503
+        assert not any(task.done() for task in tasks), "the streams were too short for this test"
+        refusals: Counter[str] = Counter()
+        while not (answer := await stream(client, hello)).loss:  # until nobody listens any more
+            refusals[answer.failure] += 1
+            await asyncio.sleep(0.05)
+        assert set(refusals) <= {"503 shutting_down", "503 unavailable"}, refusals
+        ended = await asyncio.gather(*tasks)
+    assert Counter(outcome for outcome, _ in ended) == {"right": 8}, ended
+    assert await asyncio.to_thread(app.wait, 60) == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from app.admission import Admission, AdmissionConfig
 from cache_service.rate_limit import RateLimiter
 from cache_service.tenants import Tenant, TenantLimits
-from deployments.errors import OverloadedError, RateLimitError
+from deployments.errors import NotReadyError, OverloadedError, RateLimitError
 
 A, B, C = (Tenant(name=name) for name in "abc")
 
@@ -74,6 +74,26 @@ async def test_a_full_queue_refuses_at_once() -> None:
     assert caught.value.retry_after_s == 1
     assert admission.stats.refused_full == 1
     await end_all(holders)
+
+
+async def test_closed_it_refuses_what_comes_and_lets_go_on_what_has_come() -> None:
+    admission = make()
+    running, queued = Holder(admission, A), Holder(admission, B)
+    await settle()
+    admission.is_closed = True
+    with pytest.raises(NotReadyError, match="shutting down") as caught:
+        async with admission.place(C):
+            pass
+    assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (503, "shutting_down", 1)
+    assert admission.in_flight == 2
+    await running.end()
+    await settle()
+    assert queued.inside.is_set()
+    await queued.end()
+    assert admission.in_flight == 0
+    admission.is_closed = False
+    async with admission.place(C):
+        assert admission.in_flight == 1
 
 
 async def test_no_place_in_time_is_refused_and_leaves_nothing_behind() -> None:

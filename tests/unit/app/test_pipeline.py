@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from app.admission import AdmissionConfig
 from app.observer import RequestTrace
 from app.pipeline import Call, Pipeline
+from cache_service.identity import ItemIdentity
 from cache_service.tenants import Tenant, TenantLimits
 from deployments.errors import (
     ContextLengthError,
@@ -22,8 +25,10 @@ from deployments.errors import (
     ReplicaLostError,
 )
 from deployments.messages import (
+    GenerateRequest,
     GenerationStats,
     MediaInput,
+    MediaItem,
     PreparedPrompt,
     PrepareRequest,
     SamplingParams,
@@ -59,6 +64,41 @@ async def test_the_whole_way() -> None:
     assert {"receive", "admission", "generation"} <= set(trace.stage_seconds)
     assert not engine.aborted
     assert pipeline.admission.stats.running == 0
+
+
+async def test_nothing_holds_a_prompt_s_pixels_once_its_answer_has_begun() -> None:
+    class Pixels:
+        """What a ref in an item would keep alive."""
+
+    pixels: list[weakref.ref[Pixels]] = []
+
+    class MakesItems(FakePreprocessor):
+        async def prepare(self, request: PrepareRequest) -> PreparedPrompt:
+            source = Pixels()
+            pixels.append(weakref.ref(source))
+            item = MediaItem(
+                modality="image",
+                identity=ItemIdentity(b"i"),
+                grid=(1, 2, 2),
+                offset=0,
+                num_slots=1,
+                num_patches=4,
+                patches=source,
+            )
+            return PreparedPrompt(token_ids=self.token_ids, items=(item,))
+
+    class Forgets(FakeEngine):
+        """Keeps no request, as a handle to an engine elsewhere does not."""
+
+        async def submit(self, request: GenerateRequest) -> None:
+            await super().submit(replace(request, items=()))
+
+    pipeline = make_pipeline(MakesItems(), Forgets())
+    async with aclosing(pipeline.generate(make_call(), make_trace())) as batches:
+        await anext(batches)
+        gc.collect()
+        assert [pixel() for pixel in pixels] == [None]
+        assert "".join([delta.text async for batch in batches for delta in batch]) == " red circle"
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Client:
         self.status, self.headers, self.body, self.ended = 0, dict[bytes, bytes](), b"", False
 
     async def ask(self, app: LostReplicaMiddleware, path: str = "/v1/chat/completions") -> Client:
-        await app({"type": "http", "path": path, "headers": self._headers}, self._receive, self._send)
+        await app({"type": "http", "method": "POST", "path": path, "headers": self._headers}, self._receive, self._send)
         return self
 
     async def _receive(self) -> Message:
@@ -127,7 +127,6 @@ async def test_bodies_beyond_the_budget_are_tried_once_and_the_budget_comes_back
 @pytest.mark.parametrize(
     ("status", "ours", "code"),
     [
-        (404, 404, "unknown_route"),
         (408, 504, "deadline_exceeded"),
         (429, 429, "queue_full"),
         (500, 500, "internal_error"),
@@ -145,6 +144,29 @@ async def test_what_serve_itself_refuses_has_openais_form(status: int, ours: int
     assert (client.status, client.error["code"], client.ended) == (ours, code, True)
     assert client.headers[b"retry-after"] == b"7"
     assert b"secret" not in client.body
+
+
+@pytest.mark.parametrize(
+    ("routes_status", "routes", "status", "code"),
+    [
+        (200, b'{"/other":"other"}', 404, "unknown_route"),
+        (200, b"{}", 503, "unavailable"),  # Serve after the last application was deleted
+        (503, b"Route table is not populated yet.", 503, "unavailable"),
+    ],
+)
+async def test_a_path_without_an_application_is_unknown_only_where_there_are_applications(
+    routes_status: int, routes: bytes, status: int, code: str
+) -> None:
+    async def serve(scope: Any, receive: Receive, send: Send) -> None:
+        asks_routes = (scope["method"], scope["path"]) == ("GET", "/-/routes")
+        answer, body = (routes_status, routes) if asks_routes else (404, b"Path '/v1/x' not found.")
+        headers = [(b"content-type", b"text/plain")]
+        await send({"type": "http.response.start", "status": answer, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    client = await Client(b"ab").ask(LostReplicaMiddleware(serve))
+    assert (client.status, client.error["code"], client.ended) == (status, code, True)
+    assert (b"retry-after" in client.headers) == (status == 503)
 
 
 async def test_serves_own_routes_keep_their_plain_answers() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine, Generator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -22,28 +22,55 @@ from deployments.errors import (
     ReplicaLostError,
 )
 from deployments.handles import EncoderHandle, EngineHandle
+from deployments.hedging import HedgingConfig
 from deployments.messages import EncodedItem, EncodeRequest, MediaItem, SequenceDelta
 from deployments.routing import item_key, replica_session, session_id
 from tests.unit.deployments.engine_replicas import EngineReplica, Fleet, a_request, delta, until
 
 
-class Encoders:
-    """Records which session each call names; answers with the item's own identity, or fails for one of them."""
+class Response:
+    """What a Serve handle's call returns: awaited for the answer, and cancelled by a call of its own."""
 
-    def __init__(self, failing: bytes | None = None) -> None:
+    def __init__(self, work: Coroutine[Any, Any, Any]) -> None:
+        self._task = asyncio.ensure_future(work)
+        self.is_cancelled = False
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.shield(self._task).__await__()
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self._task.cancel()
+
+
+class Encoders:
+    """Records which session each call names; answers with the item's own identity, or fails for one of them.
+
+    Args:
+        hanging: Items whose first call is never answered.
+    """
+
+    def __init__(self, failing: bytes | None = None, hanging: frozenset[bytes] = frozenset()) -> None:
         self.calls: list[tuple[str, tuple[MediaItem, ...]]] = []
-        self._failing = failing
+        self.responses: list[Response] = []
+        self._failing, self._hanging = failing, hanging
 
     def options(self, *, session_id: str) -> Any:
-        async def remote(request: EncodeRequest) -> tuple[EncodedItem, ...]:
-            self.calls.append((session_id, request.items))
+        async def answer(request: EncodeRequest) -> tuple[EncodedItem, ...]:
             (item,) = request.items
+            if item.identity in self._hanging and not session_id.endswith("/"):
+                await asyncio.Event().wait()
             await asyncio.sleep(0.001 * (3 - len(self.calls)))  # the first call ends last
             if item.identity == self._failing:
                 raise OverloadedError("full", retry_after_s=1.0)
             return (
                 EncodedItem(identity=item.identity, num_slots=1, width=1, dtype="float32", embeddings=item.identity),
             )
+
+        def remote(request: EncodeRequest) -> Response:
+            self.calls.append((session_id, request.items))
+            self.responses.append(Response(answer(request)))
+            return self.responses[-1]
 
         return SimpleNamespace(encode=SimpleNamespace(remote=remote))
 
@@ -60,7 +87,8 @@ async def test_each_picture_goes_to_its_own_replica_and_comes_back_in_its_place(
     wanted = items(b"a", b"b", b"c")
     answer = await EncoderHandle(encoders).encode(EncodeRequest(request_id="r", items=wanted))  # type: ignore[arg-type]
     assert [item.identity for item in answer] == [item.identity for item in wanted]
-    assert {session for session, _ in encoders.calls} == {session_id(item_key(item)) for item in wanted}
+    assert [session.split("/")[0] for session, _ in encoders.calls] == [item_key(item) for item in wanted]
+    assert len({session for session, _ in encoders.calls}) == 3
 
 
 async def test_a_picture_that_fails_waits_for_the_others_to_be_cached() -> None:
@@ -68,6 +96,30 @@ async def test_a_picture_that_fails_waits_for_the_others_to_be_cached() -> None:
     with pytest.raises(OverloadedError):
         await EncoderHandle(encoders).encode(EncodeRequest(request_id="r", items=items(b"a", b"b")))  # type: ignore[arg-type]
     assert len(encoders.calls) == 2
+
+
+async def test_a_picture_whose_replica_hangs_is_asked_of_another_one_and_comes_back_in_its_place() -> None:
+    encoders = Encoders(hanging=frozenset((b"b" * 32,)))
+    handle = EncoderHandle(encoders, HedgingConfig(min_s=0.05, initial_s=0.05))  # type: ignore[arg-type]
+    wanted = items(b"a", b"b", b"c")
+    answer = await handle.encode(EncodeRequest(request_id="r", items=wanted))
+    assert [item.identity for item in answer] == [item.identity for item in wanted]
+    (_, asked_first, _, asked_again) = (session for session, _ in encoders.calls)
+    assert asked_again == f"{asked_first}/"
+    assert handle.hedges == {"won": 1}
+    await until(lambda: encoders.responses[1].is_cancelled)
+
+
+async def test_a_call_that_is_given_up_is_cancelled_at_the_replica() -> None:
+    encoders = Encoders(hanging=frozenset((b"a" * 32,)))
+    asked = asyncio.create_task(
+        EncoderHandle(encoders).encode(EncodeRequest(request_id="r", items=items(b"a")))  # type: ignore[arg-type]
+    )
+    await until(lambda: encoders.responses)
+    asked.cancel()
+    with suppress(asyncio.CancelledError):
+        await asked
+    await until(lambda: encoders.responses[0].is_cancelled)
 
 
 # -- the engine's ------------------------------------------------------------------------------------------------------

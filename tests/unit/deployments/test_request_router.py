@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve._private.request_router.common import PendingRequest
 
 from deployments.request_router import AffinityRouter
 from deployments.routing import replica_session, session_id
@@ -21,8 +22,13 @@ class Replica:
     """What the router asks of a RunningReplica."""
 
     replica_id: ReplicaID
+    max_ongoing_requests: int = 100
+    hangs: bool = False
 
     async def get_queue_len(self, *, deadline_s: float) -> int:
+        if self.hangs:
+            await asyncio.sleep(deadline_s)
+            raise TimeoutError
         return 0
 
 
@@ -37,6 +43,8 @@ async def router() -> AffinityRouter:
     )
     router.initialize_state(min_bound=2)
     router.update_replicas([Replica(ReplicaID(name, DEPLOYMENT)) for name in "abcd"])  # type: ignore[list-item]
+    for _ in range(10):  # the router asks new replicas for their queues
+        await asyncio.sleep(0)
     return router
 
 
@@ -90,3 +98,44 @@ async def test_a_call_for_a_replica_that_is_gone_is_offered_to_others_which_refu
         ranked = await offered(router, replica_session("b"))
         assert sorted(ranked) == list("acd")
         router.on_request_routed(call(replica_session("b")), ReplicaID(ranked[0], DEPLOYMENT), None)  # type: ignore[arg-type]
+
+
+# -- calls at once -----------------------------------------------------------------------------------------------------
+def pending(session: str, internal_request_id: str = "the caller's request") -> PendingRequest:
+    metadata = RequestMetadata(request_id="", internal_request_id=internal_request_id, session_id=session)
+    return PendingRequest(args=[], kwargs={}, metadata=metadata)
+
+
+async def routed(router: AffinityRouter, call: PendingRequest) -> str:
+    return (await router._choose_replica_for_request(call)).replica_id.unique_id
+
+
+@pytest.mark.parametrize("num_calls", [2, 3, 40])
+async def test_calls_that_one_request_makes_at_once_are_all_routed(router: AffinityRouter, num_calls: int) -> None:
+    calls = [pending(session_id(f"key {i}")) for i in range(num_calls)]
+    async with asyncio.timeout(20):
+        names = await asyncio.gather(*(routed(router, call) for call in calls))
+    assert names == [(await offered(router, session_id(f"key {i}")))[0] for i in range(num_calls)]
+
+
+async def test_a_retry_keeps_its_place_and_its_id(router: AffinityRouter) -> None:
+    call = pending(session_id("key"))
+    await routed(router, call)
+    own = call.metadata.internal_request_id
+    async with asyncio.timeout(20):
+        await router._choose_replica_for_request(call, is_retry=True)
+    assert call.metadata.internal_request_id == own != "the caller's request"
+
+
+async def test_calls_for_a_replica_that_hangs_do_not_keep_the_others_from_being_routed(router: AffinityRouter) -> None:
+    hanging: Any = router._replicas[ReplicaID("b", DEPLOYMENT)]
+    hanging.hangs = True
+    router.on_replica_actor_unavailable(hanging.replica_id)  # Serve asks it before it sends it anything
+    stuck = [asyncio.create_task(routed(router, pending(replica_session("b")))) for _ in range(100)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        assert await routed(router, pending(replica_session("c"))) == "c"
+    assert not any(task.done() for task in stuck)
+    hanging.hangs = False
+    async with asyncio.timeout(20):
+        assert set(await asyncio.gather(*stuck)) == {"b"}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cache_service.identity import ItemIdentity
 from deployments.messages import GenerateRequest, MediaItem, SamplingParams
-from deployments.routing import PREFIX_TOKENS, HashRing, Placer, item_key, prompt_key, session_id
+from deployments.routing import PREFIX_TOKENS, HashRing, Placer, item_key, other_session, prompt_key, session_id
 
 names = st.sets(st.text("abcdef0123456789", min_size=1, max_size=6), min_size=1, max_size=12)
 keys = st.text(max_size=12)
@@ -192,3 +192,43 @@ def test_tenants_and_salts_share_no_key() -> None:
 
 def test_the_same_item_has_the_same_key_in_every_prompt() -> None:
     assert item_key(picture(b"a", 0)) == item_key(picture(b"a", 7)) != item_key(picture(b"b", 0))
+
+
+# -- elsewhere ---------------------------------------------------------------------------------------------------------
+@settings(deadline=None)
+@given(names, st.data())
+def test_a_repeated_call_goes_to_any_replica_but_the_one_that_has_it(replicas: set[str], data: st.DataObject) -> None:
+    router = placer(replicas)
+    ranked = router.rank(session_id("key", "r.1"), idle)
+    taker = data.draw(st.sampled_from(ranked))
+    router.keep(session_id("key", "r.1"), taker)
+    others = [name for name in ranked if name != taker]
+    assert router.rank(other_session("key", "r.1"), idle) == (others or [taker])
+
+
+@settings(deadline=None)
+@given(names.filter(lambda replicas: len(replicas) > 1))
+def test_a_call_that_none_has_taken_is_repeated_past_the_replica_it_was_offered_to(replicas: set[str]) -> None:
+    """A replica that hangs never says that it took a call."""
+    router = placer(replicas)
+    loads = dict.fromkeys(replicas, 0)
+    owner, *_ = router.rank(session_id("key", "r.0"), loads.__getitem__)
+    loads[owner] = 50
+    first, *others = router.rank(session_id("key", "r.1"), loads.__getitem__)
+    loads[owner] = 0  # meanwhile the owner would be first again
+    assert sorted(router.rank(other_session("key", "r.1"), loads.__getitem__)) == sorted(others)
+    assert first not in router.rank(other_session("key", "r.1"), loads.__getitem__)
+
+
+def test_a_repeated_call_leaves_no_trace() -> None:
+    router = placer("ab")
+    first, second = router.rank(session_id("key", "r.1"), idle)
+    router.keep(other_session("key", "r.1"), second)
+    assert router.rank(session_id("key", "r.1"), idle) == [first, second]
+
+
+def test_what_is_remembered_of_calls_is_bounded() -> None:
+    router = placer("ab", max_sessions=8)
+    for i in range(100):
+        router.rank(session_id("key", f"r.{i}"), idle)
+    assert len(router._offered) == 8

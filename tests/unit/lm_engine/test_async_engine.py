@@ -23,6 +23,8 @@ from deployments.errors import (
     ReplicaLostError,
 )
 from deployments.lm_engine.async_engine import AsyncEngine
+from deployments.lm_engine.embed_pool import EmbedPool
+from deployments.lm_engine.embed_upload import EmbedUploader
 from deployments.lm_engine.plan import StepPlan
 from deployments.lm_engine.request_stream import fold
 from deployments.lm_engine.stats import SchedulerStats
@@ -100,10 +102,12 @@ class Bench:
         self.vlm, self.rig = vlm, Rig(vlm, **rig_options)
         self.store = PayloadStore()
         self.encoder = TowerEncoder(vlm, self.store)
+        self.pool = EmbedPool(1 << 20)
         self.engine = AsyncEngine(
             self.rig.make_engine,
             self.encoder,
             self.store,
+            EmbedUploader(self.pool, torch.device("cpu"), torch.float32),
             embed_width=vlm.lm.embed_width,
             grammars=self.rig.grammar_compiler(),
             **options,
@@ -123,6 +127,8 @@ class Bench:
         stats = (await self.engine.stats()).scheduler
         assert (stats.running, stats.waiting, stats.blocks_used, stats.slots_held) == (0, 0, 0, 0)
         assert self.engine.num_streams == 0
+        self.pool.check_integrity()
+        assert self.pool.stats().used_bytes == 0
         gc.collect()
         assert not self.store.alive
 

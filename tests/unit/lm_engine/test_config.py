@@ -63,6 +63,8 @@ def test_the_pool_is_sized_by_override_then_bytes_then_what_is_free() -> None:
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be above 0 and at most 1; it is 1.5"),
         ({"scheduling_policy": "lifo"}, "'fcfs' or 'priority'; it is 'lifo'"),
         ({"max_queue_s": -1}, "max_queue_s must be at least 0; it is -1"),
+        ({"embed_pool_bytes": -1}, "embed_pool_bytes must be at least 0; it is -1"),
+        ({"embed_pool_ttl_s": 0}, "embed_pool_ttl_s must be above 0; it is 0"),
         ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override must be at least 1; it is 0"),
     ],
 )
@@ -72,7 +74,8 @@ def test_wrong_options_are_named(options: dict[str, object], words: str) -> None
 
 
 def test_all_options_but_the_model_have_defaults() -> None:
-    without = [field.name for field in dataclasses.fields(EngineConfig) if field.default is dataclasses.MISSING]
+    missing = dataclasses.MISSING
+    without = [f.name for f in dataclasses.fields(EngineConfig) if f.default is f.default_factory is missing]
     assert without == ["model"]
     assert SchedulerConfig.__dataclass_params__.frozen  # type: ignore[attr-defined]
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
-import pytest
 import torch
 
 from cache_service.identity import EmbeddingIdentity, ItemIdentity
@@ -15,7 +14,9 @@ from deployments.errors import (
     ReplicaLostError,
     SightlineError,
 )
-from deployments.lm_engine.encode_client import Embeddings, EncodeClient
+from deployments.lm_engine.embed_pool import EmbedPool
+from deployments.lm_engine.embed_upload import EmbedUploader
+from deployments.lm_engine.encode_client import EncodeClient
 from deployments.lm_engine.engine import EncodeBatch
 from deployments.lm_engine.plan import EncodeStart
 from deployments.messages import EncodedItem, EncodeRequest, MediaItem
@@ -27,11 +28,11 @@ WIDTH = 8
 
 class Recorder:
     def __init__(self) -> None:
-        self.ready: dict[int, Embeddings] = {}
+        self.ready: dict[int, torch.Tensor] = {}
         self.failed: dict[int, SightlineError] = {}
         self.retries = 0
 
-    def on_encoded(self, start: EncodeStart, embeddings: Embeddings) -> None:
+    def on_encoded(self, start: EncodeStart, embeddings: torch.Tensor) -> None:
         self.ready[start.ticket] = embeddings
 
     def on_encode_failed(self, start: EncodeStart, error: SightlineError) -> None:
@@ -42,15 +43,24 @@ class Recorder:
 
 
 class Bench:
-    def __init__(self, **options: object) -> None:
+    def __init__(self, *, pool_bytes: int = 4096, **options: object) -> None:
         self.store = MemoryObjectStore()
         self.encoder = FakeEncoder(self.store, WIDTH)
+        self.pool = EmbedPool(pool_bytes)
         self.recorder = Recorder()
-        self.client = EncodeClient(self.encoder, self.store, self.recorder, width=WIDTH, **options)  # type: ignore[arg-type]
+        self.client = EncodeClient(
+            self.encoder,
+            self.store,
+            EmbedUploader(self.pool, torch.device("cpu"), torch.float32),
+            self.recorder,
+            width=WIDTH,
+            **options,  # type: ignore[arg-type]
+        )
 
     async def settle(self) -> None:
         """Until nothing is in flight."""
         await until(lambda: not self.client.num_in_flight)
+        self.pool.check_integrity()
 
 
 def identity(number: int) -> EmbeddingIdentity:
@@ -83,8 +93,8 @@ async def test_items_of_a_sequence_travel_in_one_request() -> None:
     await bench.settle()
     assert [len(request.items) for request in bench.encoder.requests] == [2, 1]
     assert bench.encoder.requests[0].namespace == "tenant"
-    assert {ticket: e.to_tensor().shape for ticket, e in bench.recorder.ready.items()} == {
-        n: (n, WIDTH) for n in (1, 2, 3)
+    assert {ticket: rows.tolist() for ticket, rows in bench.recorder.ready.items()} == {
+        n: [[n] * WIDTH] * n for n in (1, 2, 3)
     }
 
 
@@ -220,12 +230,68 @@ async def test_close_leaves_nothing_running() -> None:
     assert not bench.client._tasks
 
 
-@pytest.mark.parametrize("writable", [True, False])
-def test_tensors_have_memory_of_their_own(writable: bool) -> None:
-    rows = torch.arange(6.0).view(2, 3).bfloat16()
-    array = rows.view(torch.uint16).numpy().copy()
-    array.flags.writeable = writable
-    tensor = Embeddings(array, "bfloat16").to_tensor()
-    assert tensor.dtype == torch.bfloat16
-    assert torch.equal(tensor, rows)
-    assert tensor.data_ptr() != array.ctypes.data
+async def test_items_that_do_not_fit_the_pool_together_come_one_by_one() -> None:
+    """One row of 8 float32 takes 256 bytes of the pool, all that there is."""
+    bench = Bench(pool_bytes=256)
+    bench.client.handle((), (batch(1, 2, 3), batch(4, 5)))
+    await bench.settle()
+    assert {ticket: rows[0, 0].item() for ticket, rows in bench.recorder.ready.items()} == {n: n for n in range(1, 6)}
+    assert bench.pool.stats().used_bytes == 0
+
+
+async def test_a_wait_for_room_is_no_loss_however_long() -> None:
+    bench = Bench(pool_bytes=256, timeout_s=0.01)
+    held = await bench.pool.take(256)
+    bench.client.handle((), (batch(1, 2),))
+    await asyncio.sleep(0.05)
+    assert bench.pool.stats().waiting == 2
+    bench.pool.release(held)
+    await bench.settle()
+    assert sorted(bench.recorder.ready) == [1, 2]
+    assert bench.recorder.retries == 0
+
+
+async def test_an_item_cancelled_while_it_waits_for_room_leaves_no_trace() -> None:
+    bench = Bench(pool_bytes=256)
+    held = await bench.pool.take(256)
+    bench.client.handle((), (batch(1), batch(2)))
+    await until(lambda: bench.pool.stats().waiting == 2)
+    bench.client.handle((identity(1),), ())
+    bench.pool.release(held)
+    await bench.settle()
+    assert list(bench.recorder.ready) == [2]
+    assert bench.pool.stats().used_bytes == 0
+
+
+async def test_an_item_is_handed_over_before_its_companion_has_arrived() -> None:
+    bench = Bench()
+    inner, gate = bench.store.get, asyncio.Event()
+
+    async def slow_second(ref: int) -> np.ndarray:
+        if ref == 2:
+            await gate.wait()
+        return await inner(ref)
+
+    bench.store.get = slow_second  # type: ignore[method-assign]
+    bench.client.handle((), (batch(1, 2),))
+    await until(lambda: bool(bench.recorder.ready))
+    assert list(bench.recorder.ready) == [1]
+    gate.set()
+    await bench.settle()
+    assert list(bench.recorder.ready) == [1, 2]
+
+
+async def test_a_payload_that_never_comes_is_asked_for_again() -> None:
+    bench = Bench(timeout_s=0.01)
+    inner = bench.store.get
+
+    async def first_hangs(ref: int) -> np.ndarray:
+        if ref == 1:
+            await asyncio.Event().wait()
+        return await inner(ref)
+
+    bench.store.get = first_hangs  # type: ignore[method-assign]
+    bench.client.handle((), (batch(1),))
+    await bench.settle()
+    assert list(bench.recorder.ready) == [1]
+    assert [request.refresh for request in bench.encoder.requests] == [False, True]
