@@ -27,7 +27,7 @@ serve: $(STAMP)  ## Serve the shipped model on http://127.0.0.1:$(PORT), by defa
 	$(BIN)/python -m app.serve $(CONFIG) --port $(PORT)
 
 stop: $(STAMP)  ## Shut a running application down, letting streams finish
-	$(BIN)/serve shutdown -y
+	$(BIN)/python -m app.stop
 
 test: $(STAMP)  ## The whole test suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

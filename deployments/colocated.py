@@ -20,7 +20,13 @@ from deployments.vision_encoder.deployment import EncoderOptions, EncoderParts, 
 class ColocatedLMEngine(LMEngine):
     def __init__(self, options: EngineOptions, encoder: EncoderOptions, preprocessor: DeploymentHandle) -> None:
         store = LocalObjectStore()
-        self._parts = EncoderParts(encoder, store, PreprocessorHandle(preprocessor), keep_on_device=True)
+        self._parts = EncoderParts(
+            encoder,
+            store,
+            PreprocessorHandle(preprocessor),
+            keep_on_device=True,
+            is_decoding=lambda: self._engine.is_decoding,
+        )
         self._setup(options, self, store)
 
     async def encode(self, request: EncodeRequest) -> tuple[EncodedItem, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -113,13 +113,12 @@ class ScaledMmFp8(EmulatedFp8):
 
     Args:
         min_rows: Fewer rows are padded to this many.
-        adds_bias: Whether the product itself adds it; else it is added afterwards.
     """
 
     name = "scaled_mm"
 
-    def __init__(self, min_rows: int = 1, *, adds_bias: bool = True) -> None:
-        self._min_rows, self._adds_bias = min_rows, adds_bias
+    def __init__(self, min_rows: int = 1) -> None:
+        self._min_rows = min_rows
 
     def multiply(
         self, rows: QuantizedRows, weight: QuantizedRows, bias: torch.Tensor | None, dtype: torch.dtype
@@ -134,11 +133,11 @@ class ScaledMmFp8(EmulatedFp8):
             weight.values.t(),
             scale_a=scales,
             scale_b=weight.scales.t(),
-            bias=bias if self._adds_bias else None,
             out_dtype=dtype,
             use_fast_accum=True,
         )[:num_rows]
-        return out if bias is None or self._adds_bias else out.add_(bias)
+        # Not by the product: for which shapes cuBLAS has one that adds a bias cannot be asked beforehand.
+        return out if bias is None else out.add_(bias)
 
 
 class Fp8Linear(nn.Module):
@@ -194,38 +193,30 @@ def choose_fp8(dtype: torch.dtype, device: torch.device, *, fused: bool = True) 
     if dtype is not torch.bfloat16:
         found = str(dtype).removeprefix("torch.")
         raise ValueError(f"quantization is 'fp8', which needs dtype bfloat16; dtype is {found}")
-    traits = _product_traits(dtype, device)
-    ops: Fp8Ops = ScaledMmFp8(**traits)
+    min_rows = _least_rows(dtype, device)
+    ops: Fp8Ops = ScaledMmFp8(min_rows)
     if fused:
         try:
             from deployments.fp8_triton import TritonFp8
 
-            triton_ops = TritonFp8(**traits)
+            triton_ops = TritonFp8(min_rows)
             check_rows(triton_ops, dtype, device)
             ops = triton_ops
         except Exception as exc:  # a missing compiler, an unknown GPU, a disagreement: plain torch always works
             logger.warning("fp8 rows: plain torch, since triton failed: %s: %s", type(exc).__name__, exc)
-    logger.info("fp8: %s, %s", ops.name, ", ".join(f"{name} {value}" for name, value in traits.items()))
+    logger.info("fp8: %s, products of %d rows or more", ops.name, min_rows)
     return ops
 
 
-class _ProductTraits(TypedDict):
-    """Arguments of `ScaledMmFp8`."""
-
-    min_rows: int
-    adds_bias: bool
-
-
-def _product_traits(dtype: torch.dtype, device: torch.device) -> _ProductTraits:
-    """What this device's products take; which shapes and biases do, changes with the library's version."""
-    for min_rows, adds_bias in ((1, True), (ALIGNMENT, True), (1, False), (ALIGNMENT, False)):
-        traits = _ProductTraits(min_rows=min_rows, adds_bias=adds_bias)
+def _least_rows(dtype: torch.dtype, device: torch.device) -> int:
+    """How many rows this device's products must have, which changes with the library's version."""
+    for min_rows in (1, ALIGNMENT):
         try:
-            check_products(ScaledMmFp8(**traits), dtype, device)
-            return traits
+            check_products(ScaledMmFp8(min_rows), dtype, device)
+            return min_rows
         except Exception as exc:  # an error of the library's, or a disagreement
             failure = exc
-            logger.warning("fp8 products with %s failed: %s: %s", traits, type(exc).__name__, exc)
+            logger.warning("fp8 products of %d rows failed: %s: %s", min_rows, type(exc).__name__, exc)
     raise ValueError(f"quantization 'fp8' does not work here: {failure}") from failure
 
 

@@ -63,6 +63,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("encoder_tokens_total", "counter", ("modality",), "Slots computed for items."),
     Family("encoder_eager_fallbacks_total", "counter", ("reason",), "Eager passes although graphs exist."),
     Family("encoder_batch_items", "histogram", (), "Items of one forward pass.", BATCH_ITEMS),
+    Family("encoder_paced_seconds_total", "counter", (), "Seconds rounds were held back while tokens were decoded."),
     Family("encoder_batch_seconds_total", "counter", ("modality",), "Seconds in forward passes, upload to result."),
     Family("encoder_batch_failures_total", "counter", ("kind",), "Failed passes: out_of_memory or error."),
     Family("encoder_peak_bytes", "gauge", ("kind",), "Activations of the largest pass so far: predicted, measured."),

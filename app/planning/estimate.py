@@ -15,8 +15,8 @@ with the trace's burstiness. Above the capacity of a stage the backlog grows for
 
 Not modelled at all: the ingress (its CPU work for each streamed token) and the network.
 
-Against the replay, up to 60% of the capacity: rates and TPOT within 15%, TTFT p50 within 25%, p95 within 40%; where
-embedding slots bound, first tokens wait longer than estimated, up to twice as long.
+Against the replay: capacities within 15%; up to 60% of the capacity TPOT p50 within 15% and p95 25%, TTFT p50 within
+25% and p95 40%. Where embedding slots bound, first tokens wait longer than estimated, two to three times as long.
 """
 
 from __future__ import annotations

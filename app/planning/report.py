@@ -97,8 +97,8 @@ class Report:
             f"{latency.ttft_p95_s:.3f}",
             f"{latency.tpot_p50_s * 1e3:.2f}",
             f"{latency.tpot_p95_s * 1e3:.2f}",
-            f"{self._gpu_s(candidate, self.rate_per_s):.0f}",
-            f"{self._gpu_s(candidate, candidate.good_rate_per_s):.0f}" if candidate.good_rate_per_s else "-",
+            f"{self._gpu_s(candidate, self.rate_per_s):.3g}",
+            f"{self._gpu_s(candidate, candidate.good_rate_per_s):.3g}" if candidate.good_rate_per_s else "-",
             str(cpus),
             "estimate" if candidate.played is None else "replay",
         )

@@ -47,6 +47,8 @@ _T = TypeVar("_T")
 _WAIT_WITH_WORK_S = 0.02
 _WAIT_WITHOUT_WORK_S = 0.5
 _MAX_FAULTS_IN_A_ROW = 5
+# Longer than a step: without a token for so long nothing is being decoded.
+_DECODING_S = 0.1
 
 
 class AsyncEngine:
@@ -106,6 +108,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
         self._last_beat_s = time.monotonic()
+        self._last_output_s = float("-inf")
 
     # -- life ----------------------------------------------------------------------------------------------------------
     def start(self) -> None:
@@ -192,6 +195,11 @@ class AsyncEngine:
         return self._streams.trace_context(request_id)
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether tokens have come out of late. Callable from any thread."""
+        return time.monotonic() - self._last_output_s < _DECODING_S
+
+    @property
     def num_streams(self) -> int:
         """Requests submitted and not yet read to their end."""
         return len(self._streams)
@@ -267,6 +275,7 @@ class AsyncEngine:
 
     def _publish(self, outputs: list[Output]) -> None:
         if outputs:
+            self._last_output_s = time.monotonic()
             self._on_loop(lambda: self._deliver(outputs))
 
     def _on_loop(self, callback: Callable[[], None]) -> None:

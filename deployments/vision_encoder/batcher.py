@@ -4,7 +4,7 @@
 
 An idle encoder starts at once, or after `max_wait_s`; behind a running round nobody waits longer than the round. What
 a round may hold is decided by `round_size`, a pure function; how its items are packed into passes is the core's
-business.
+business. Beside a language model on the same device `pace.Pace` keeps rounds short and apart while tokens are made.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ import torch
 from deployments.errors import InternalError, OverloadedError
 from deployments.vision_encoder.adapters.base import VisionItem
 from deployments.vision_encoder.encoder import Deliver, Rows
+from deployments.vision_encoder.pace import Pace
 from deployments.vision_encoder.packing import Capacity, Load
 from deployments.vision_encoder.stats import EncoderStats
 
 Encode = Callable[[Sequence[VisionItem], Deliver], None]
+_LOOK_AGAIN_S = 0.005
+"""How often a paced batcher looks whether decoding has ended."""
 
 
 def round_size(loads: Sequence[Load], limit: Capacity) -> int:
@@ -45,12 +48,24 @@ class _Waiting:
     queued_s: float = field(default=0.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """A language model that decodes on the encoder's device."""
+
+    pace: Pace
+    is_decoding: Callable[[], bool]
+    """Callable from the event loop; costs next to nothing."""
+    predict_s: Callable[[VisionItem], float]
+    """Device seconds of an item."""
+
+
 class DynamicBatcher:
     """Args:
     encode: Runs in the batcher's own thread; calls `deliver` once for each item.
     limit: Most of a round.
     max_wait_s: How long the first item that reaches an idle encoder waits for company.
     num_threads: Torch CPU threads of the encode thread; 0 leaves the default.
+    neighbour: Whom rounds leave time on the device; None if there is nobody.
     """
 
     def __init__(
@@ -62,10 +77,12 @@ class DynamicBatcher:
         max_queued_items: int,
         stats: EncoderStats,
         num_threads: int = 0,
+        neighbour: Neighbour | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._encode, self._limit, self._max_wait_s = encode, limit, max_wait_s
         self._max_queued_items, self._stats, self._clock = max_queued_items, stats, clock
+        self._neighbour = neighbour
         self._queue: deque[_Waiting] = deque()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -117,9 +134,15 @@ class DynamicBatcher:
                 await self._changed.wait()
                 await self._wait_for_company()
                 continue
-            batch = self._take_round()
+            is_decoding = await self._wait_for_turn()
+            if self._closed:
+                return
+            batch = self._take_round(is_decoding)
             if batch:
+                began_s = self._clock()
                 await self._run_round(batch)
+                if self._neighbour is not None:
+                    self._neighbour.pace.spend(began_s, self._clock(), is_decoding)
 
     async def _wait_for_company(self) -> None:
         """Until the round is full or the oldest item has waited long enough."""
@@ -138,11 +161,28 @@ class DynamicBatcher:
             except TimeoutError:
                 return
 
-    def _take_round(self) -> list[_Waiting]:
+    async def _wait_for_turn(self) -> bool:
+        """Until the neighbour has had its time. Returns whether it decodes."""
+        neighbour = self._neighbour
+        if neighbour is None:
+            return False
+        began_s = self._clock()
+        while is_decoding := neighbour.is_decoding():
+            left_s = neighbour.pace.wait_s(self._clock(), is_decoding)
+            if left_s <= 0 or self._closed:
+                break
+            await asyncio.sleep(min(left_s, _LOOK_AGAIN_S))
+        self._stats.paced_seconds += self._clock() - began_s
+        return is_decoding
+
+    def _take_round(self, is_decoding: bool) -> list[_Waiting]:
         """The next round; items whose callers went away are dropped on the way."""
         live = [waiting for waiting in self._queue if not waiting.future.done()]
         self._stats.abandoned_items += len(self._queue) - len(live)
         count = round_size([waiting.load for waiting in live], self._limit)
+        if self._neighbour is not None:
+            predicted_s = [self._neighbour.predict_s(waiting.item) for waiting in live[:count]]
+            count = self._neighbour.pace.take(predicted_s, is_decoding)
         self._queue = deque(live[count:])
         now = self._clock()
         self._stats.queue_seconds += sum(now - waiting.queued_s for waiting in live[:count])

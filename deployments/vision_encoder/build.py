@@ -209,6 +209,7 @@ def path_capacities(config: EncoderConfig, adapter: VisionAdapter, path: PathSpe
         steps_per_octave=1 if path.of_frames else config.encoder_cudagraph_steps_per_octave,
         slot_step=path.slot_step,
         explicit=config.encoder_cudagraph_token_budgets,
+        usual=path.usual_slots if config.encoder_cudagraph_usual_sizes else (),
     )
     most_frames = config.encoder_cudagraph_max_frames_per_batch
     if path.of_frames and most_frames == 0:

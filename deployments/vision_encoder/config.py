@@ -45,7 +45,7 @@ class EncoderConfig:
     device: Device = "auto"
     """`auto` takes CUDA where there is a GPU."""
     num_threads: int = 0
-    """CPU threads of the forward pass, or with a GPU of copying pixels for upload; 0 leaves torch's default."""
+    """CPU threads of the forward pass on a CPU; 0 leaves torch's default."""
 
     data_parallel_size: int = 1
     """Devices of this replica that share the items of a round, each with its own weights and graphs; give the replica
@@ -64,6 +64,12 @@ class EncoderConfig:
     by itself behind a running batch, so waiting pays only where passes are much longer than arrivals are apart."""
     max_queued_items: int = 4_096
     """Items waiting for the encoder; more are refused as overload."""
+    colocated_share: float | None = None
+    """With `encoder_placement: colocated`, the share of the GPU's time that the encoder may take while answers are
+    decoded, above 0 and at most 1: rounds are then held to `colocated_pass_s`, with gaps between them, so that a burst
+    of pictures does not hold up tokens. Nothing is held back while nothing decodes. None sets no limit."""
+    colocated_pass_s: float = 0.02
+    """Predicted seconds of one round under `colocated_share`; an item that alone takes longer goes alone."""
     packing: Packing = "planned"
     """`planned` minimises measured replay time; `smallest_first` is the plain greedy way."""
 
@@ -77,6 +83,9 @@ class EncoderConfig:
     encoder_cudagraph_steps_per_octave: int = 8
     """Steps of the derived ladder between one power of two and the next: 1, 2, 4 or 8. With 8 at most an eighth of a
     pass is padding, and 224, 336, 448 and 672 pixels square at 28 to the slot fit a budget exactly."""
+    encoder_cudagraph_usual_sizes: bool = True
+    """Add budgets that fit pictures of usual sizes exactly (squares of 224 to 1,280 pixels, common screens): such
+    pictures, sent one at a time, are then computed without padding."""
     encoder_cudagraph_max_budget: int = 4_096
     """Top of the derived ladder, in slots; larger batches are compute-bound and gain nothing from a graph."""
     encoder_cudagraph_max_vision_items_per_batch: int = 0
@@ -131,6 +140,10 @@ class EncoderConfig:
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.colocated_share is not None and not 0 < self.colocated_share <= 1:
+            raise ValueError(f"colocated_share is {self.colocated_share}; it must be above 0 and at most 1")
+        if self.colocated_pass_s <= 0:
+            raise ValueError(f"colocated_pass_s is {self.colocated_pass_s}; it must be above 0")
         if not 0 < self.batch_memory_fraction <= 1:
             raise ValueError(f"batch_memory_fraction is {self.batch_memory_fraction}; it must be above 0 and at most 1")
         if self.encoder_cudagraph_steps_per_octave not in (1, 2, 4, 8):

@@ -54,6 +54,10 @@ class DataParallelCore:
         """See EncoderCore."""
         return self._strictest.describe(modality, grid)
 
+    def predict_seconds(self, item: VisionItem) -> float:
+        """See EncoderCore."""
+        return self._strictest.predict_seconds(item)
+
     def encode_all(self, items: Sequence[VisionItem]) -> list[Rows | Exception]:
         """See EncoderCore."""
         results: dict[int, Rows | Exception] = {}
@@ -62,7 +66,7 @@ class DataParallelCore:
 
     def encode(self, items: Sequence[VisionItem], deliver: Deliver) -> None:
         """See EncoderCore. `deliver` is called from the cores' threads; all calls have been made on return."""
-        shards = plan_shards([self._strictest.predict_seconds(item) for item in items], len(self.cores))
+        shards = plan_shards([self.predict_seconds(item) for item in items], len(self.cores))
         running: list[Future[None]] = []
         for core, thread, positions in zip(self.cores, self._threads, shards, strict=True):
             if positions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,12 +32,14 @@ from deployments.ports import EmbeddingTransfer, ObjectStore, Preprocessor
 from deployments.telemetry import ReplicaTelemetry
 from deployments.telemetry_config import TelemetryConfig
 from deployments.transfer_meter import MeteredStore
-from deployments.vision_encoder.batcher import DynamicBatcher
+from deployments.vision_encoder.batcher import DynamicBatcher, Neighbour
 from deployments.vision_encoder.build import load_core
 from deployments.vision_encoder.config import EncoderConfig
 from deployments.vision_encoder.data_parallel import DataParallelCore
 from deployments.vision_encoder.embedding_codec import Embedding, decode_embedding, encode_embedding
+from deployments.vision_encoder.encoder import EncoderCore
 from deployments.vision_encoder.metered_batcher import MeteredBatcher
+from deployments.vision_encoder.pace import Pace
 from deployments.vision_encoder.service import EncoderService
 from deployments.vision_encoder.stats import EncoderStats, sum_stats
 from deployments.work_meter import WorkMeter
@@ -64,6 +66,7 @@ class EncoderParts:
     Args:
         store: Where patches are, and embeddings go unless `embeddings` says otherwise.
         keep_on_device: Leave embeddings on the encoder's device.
+        is_decoding: Whether a language model on the same device makes tokens now; None if there is none.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class EncoderParts:
         *,
         embeddings: ObjectStore | None = None,
         keep_on_device: bool = False,
+        is_decoding: Callable[[], bool] | None = None,
     ) -> None:
         config = options.config
         self.stats = EncoderStats()
@@ -89,6 +93,7 @@ class EncoderParts:
             max_queued_items=config.max_queued_items,
             stats=self.stats,
             num_threads=config.num_threads,
+            neighbour=_neighbour(config, core, is_decoding),
         )
         self.redis = None if options.redis is None else RedisTier.connect(options.redis, kind=REDIS_KIND)
         self.lower = None if self.redis is None else _shared_cache(self.redis, options.fingerprint.model_id)
@@ -154,6 +159,15 @@ class VisionEncoder:
         return await self._telemetry.target()
 
 
+def _neighbour(
+    config: EncoderConfig, core: EncoderCore | DataParallelCore, is_decoding: Callable[[], bool] | None
+) -> Neighbour | None:
+    if is_decoding is None or config.colocated_share is None:
+        return None
+    pace = Pace(config.colocated_share, config.colocated_pass_s)
+    return Neighbour(pace=pace, is_decoding=is_decoding, predict_s=core.predict_seconds)
+
+
 async def encode_recorded(
     service: EncoderService, request: EncodeRequest, telemetry: ReplicaTelemetry
 ) -> tuple[EncodedItem, ...]:
@@ -187,6 +201,7 @@ def encoder_samples(stats: EncoderStats) -> Iterator[Sample]:
     for kind in ("out_of_memory", "error"):
         yield "encoder_batch_failures_total", (kind,), stats.batch_failures[kind]
     yield "encoder_batch_items", (), dict(stats.batch_items)
+    yield "encoder_paced_seconds_total", (), stats.paced_seconds
     yield "encoder_peak_bytes", ("predicted",), stats.predicted_peak_bytes
     yield "encoder_peak_bytes", ("measured",), stats.measured_peak_bytes
     yield "encoder_graph_bytes", (), stats.graph_bytes

@@ -105,21 +105,20 @@ def frame_candidates() -> tuple[Makers[Attention], ...]:
 def window_candidates() -> tuple[Makers[StackedAttention], ...]:
     """As `frame_candidates`, inside windows."""
 
-    def triton(num_warps: int, split: bool) -> Callable[[], StackedAttention]:
+    def triton(by_halves: bool, num_warps: int) -> Callable[[], StackedAttention]:
         def make() -> StackedAttention:
             from deployments.vision_encoder.triton_attention import TritonWindows
 
-            return TritonWindows(split, num_warps)
+            return TritonWindows(by_halves, num_warps)
 
         return make
 
     return (
         {
-            "triton_windows_split_4": triton(4, split=True),
-            "triton_windows_split_8": triton(8, split=True),
-            "triton_windows_whole_8": triton(8, split=False),
+            "triton_windows_halves_4": triton(True, 4),
+            "triton_windows_halves_8": triton(True, 8),
+            "triton_windows_whole_8": triton(False, 8),
         },
-        {"triton_windows_split_2": triton(2, split=True)},
     )
 
 

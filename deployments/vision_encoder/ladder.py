@@ -12,12 +12,19 @@ from collections.abc import Sequence
 
 
 def make_ladder(
-    min_slots: int, max_slots: int, *, steps_per_octave: int = 1, slot_step: int = 1, explicit: Sequence[int] = ()
+    min_slots: int,
+    max_slots: int,
+    *,
+    steps_per_octave: int = 1,
+    slot_step: int = 1,
+    explicit: Sequence[int] = (),
+    usual: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Ascending budgets from `min_slots` to `max_slots`, both included, each a multiple of `slot_step`.
 
     Args:
         explicit: Used instead of the derived budgets, in any order; those above `max_slots` are refused.
+        usual: Added to the derived budgets where they are inside the range.
 
     Raises:
         ValueError: An explicit budget is above `max_slots`, or is no multiple of `slot_step`.
@@ -32,6 +39,7 @@ def make_ladder(
         return tuple(sorted(set(explicit)))
     top = max_slots // slot_step * slot_step
     budgets = {top} if top else set()
+    budgets.update(size for size in usual if min_slots <= size <= top and size % slot_step == 0)
     octave = min_slots
     while octave < top:
         for step in range(steps_per_octave):

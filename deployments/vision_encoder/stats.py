@@ -46,6 +46,8 @@ class EncoderStats:
     """Items whose patches had to be made again by the preprocessor."""
     queue_seconds: float = 0.0
     """Time items spent queued, summed."""
+    paced_seconds: float = 0.0
+    """Time rounds were held back while a language model decoded on the same device."""
 
     # sampled at start and after each pass
     predicted_peak_bytes: int = 0

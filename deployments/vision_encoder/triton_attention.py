@@ -82,8 +82,7 @@ def _window_kernel(
     ROWS: tl.constexpr,
     HALF_WIDE: tl.constexpr,
     HALF_NARROW: tl.constexpr,
-    WIDE: tl.constexpr,
-    NARROW: tl.constexpr,
+    BLOCK: tl.constexpr,
     BY_HALVES: tl.constexpr,
 ):
     segment = tl.program_id(0)
@@ -108,24 +107,19 @@ def _window_kernel(
                 )  # fmt: skip
         else:
             source = qkv_ptr + at * (width * 3) + column
-            q = _rotated(source, cos_ptr, sin_ptr, at, live, WIDE, HALF, kind)
-            k = _rotated(source + width, cos_ptr, sin_ptr, at, live, WIDE, HALF, kind)
+            q = _rotated(source, cos_ptr, sin_ptr, at, live, BLOCK, HALF, kind)
+            k = _rotated(source + width, cos_ptr, sin_ptr, at, live, BLOCK, HALF, kind)
             scores = tl.dot(q, tl.trans(k))
         scores = tl.where((row < length)[None, :], scores * scale, float("-inf"))
         weights = tl.exp(scores - tl.max(scores, 1)[:, None])
         inverse = 1.0 / tl.sum(weights, 1)[:, None]
         weights = weights.to(kind)
         source = qkv_ptr + at * (width * 3) + 2 * width + column
-        target = out_ptr + at * width + column
-        dim = tl.arange(0, WIDE)[None, :]
+        # In one part: of a second, narrow one ptxas 12.8 takes the descriptor from a register that nothing sets.
+        dim = tl.arange(0, BLOCK)[None, :]
         inside = live & (dim < HALF * 2)
         v = tl.load(source + dim, mask=inside, other=0.0)
-        tl.store(target + dim, (tl.dot(weights, v) * inverse).to(kind), mask=inside)
-        if HALF * 2 > WIDE:
-            dim = WIDE + tl.arange(0, NARROW)[None, :]
-            inside = live & (dim < HALF * 2)
-            v = tl.load(source + dim, mask=inside, other=0.0)
-            tl.store(target + dim, (tl.dot(weights, v) * inverse).to(kind), mask=inside)
+        tl.store(out_ptr + at * width + column + dim, (tl.dot(weights, v) * inverse).to(kind), mask=inside)
 
 
 @triton.jit
@@ -269,16 +263,15 @@ class TritonWindows:
     """Attention inside segments short enough for one block each; see attention.StackedAttention.
 
     Args:
-        split: Heads in a wide and a narrow part, and scores as the sum of what each part of each half of a head gives;
-            else heads as one power of two, and scores as one product. The first computes less, the second is simpler.
-        num_warps: Four and more take a Hopper GPU's products of groups of warps, fewer those of single warps.
+        by_halves: Scores as the sum of what the halves of a head give, each in a wide and a narrow part, instead of as
+            one product of power-of-two width that reads every column twice.
     """
 
     capturable = True
 
-    def __init__(self, split: bool = True, num_warps: int = 4) -> None:
-        self.name = f"triton_windows_{'split' if split else 'whole'}_{num_warps}"
-        self._split, self._num_warps = split, num_warps
+    def __init__(self, by_halves: bool = True, num_warps: int = 4) -> None:
+        self.name = f"triton_windows_{'halves' if by_halves else 'whole'}_{num_warps}"
+        self._by_halves, self._num_warps = by_halves, num_warps
 
     def plan(self, segments: Segments, rows: int) -> Segments:
         return segments
@@ -292,8 +285,7 @@ class TritonWindows:
         rows, width = qkv.shape[0], qkv.shape[1] // 3
         half = width // heads // 2
         out = torch.empty((rows, width), dtype=qkv.dtype, device=qkv.device)
-        half_wide, half_narrow = split_head(half, self._split)
-        wide, narrow = split_head(half * 2, self._split)
+        half_wide, half_narrow = split_head(half)
         _window_kernel[(plan.borders.shape[0] - 1, heads)](
             qkv,
             cos,
@@ -306,9 +298,8 @@ class TritonWindows:
             ROWS=max(16, triton.next_power_of_2(plan.longest)),
             HALF_WIDE=half_wide,
             HALF_NARROW=half_narrow,
-            WIDE=wide,
-            NARROW=narrow,
-            BY_HALVES=self._split,
+            BLOCK=max(16, triton.next_power_of_2(half * 2)),
+            BY_HALVES=self._by_halves,
             num_warps=self._num_warps,
         )
         return out

@@ -180,6 +180,13 @@ _ENCODER = Row(
             ),
         ),
         Panel(
+            title="Held back for decoding",
+            unit="percentunit",
+            description="Share of the time that an encoder beside a language model waits so that tokens keep coming. "
+            "High with pictures queued: raise colocated_share, or give the encoder a GPU of its own.",
+            queries=(Query(expr=total(rate("encoder_paced_seconds_total"), "replica"), legend="{{replica}}"),),
+        ),
+        Panel(
             title="Failed passes",
             unit="ops",
             thresholds=((0.001, "red"),),

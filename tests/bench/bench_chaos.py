@@ -1,6 +1,7 @@
 """Parts of a running application die one after the other while requests come in: what do the clients see?
 
-    python -m tests.bench.bench_chaos [--requests 2000] [--every-s 10] [--nodes N] [--out FILE]
+    python -m tests.bench.bench_chaos [--requests 2000] [--every-s 10] [--nodes N] \\
+        [--commit $(git rev-parse HEAD)] [--out FILE]
 
 The dev configuration with the shipped model, two replicas of each deployment and a Valkey server of its own. In rounds,
 each in an order of its own, a replica of each deployment, the Valkey server and Serve's controller are killed
@@ -14,7 +15,8 @@ the last request that came out otherwise than right, `slowest` the longest that 
 the event, or began before the next one, and `whole` the time until all replicas ran again (with --nodes, where the next
 event waits for that).
 
-Exit status: 1 if any request was lost or answered wrongly. The last line is one JSON object.
+Exit status: 1 if any request was lost or answered wrongly, or the application did not become whole again; the load ends
+then. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -198,14 +200,15 @@ class Chaos:
 
 async def run(
     app: App, chaos: Chaos, *, requests: int, concurrency: int, every_s: float, timeout_s: float
-) -> tuple[list[Ended], list[Event]]:
+) -> tuple[list[Ended], list[Event], str]:
+    """What became of the requests and the events, and what kept the harm from going on."""
     numbered = enumerate(itertools.cycle(load_examples()))
     ended: list[Ended] = []
     events = [Event("nothing", time.monotonic())]
     bar = tqdm(total=requests, unit="request")
 
     async def work(client: httpx.AsyncClient) -> None:
-        while bar.n < requests:
+        while bar.n < requests and not harming.done():
             number, example = next(numbered)
             began_s = time.monotonic()
             outcome, what = await ask(client, app.model, example, f"fresh {number}" if number % 2 else None)
@@ -223,20 +226,20 @@ async def run(
             deed()
             events[-1].whole_s = await chaos.whole_again()
 
+    harming = asyncio.create_task(harm())
     async with httpx.AsyncClient(base_url=app.url, timeout=timeout_s) as client:
-        harming = asyncio.create_task(harm())
         try:
             await asyncio.gather(*(work(client) for _ in range(concurrency)))
-            if harming.done():
-                harming.result()  # harm that could not be done proves nothing
         finally:
+            # Harm that could not be done proves nothing.
+            error = str(harming.exception()) if harming.done() else ""
             harming.cancel()
             await asyncio.gather(harming, return_exceptions=True)
             await chaos.close()
             bar.close()
     for event in events:
         event.judge(ended)
-    return ended, events
+    return ended, events, error
 
 
 def by_kind(events: list[Event]) -> dict[str, dict[str, Any]]:
@@ -293,6 +296,7 @@ def main() -> int:
     )
     parser.add_argument("--events", default="", help="only events with this in their names, such as `node`")
     parser.add_argument("--seed", type=int, default=1, help="of the order of events and the choice of victims")
+    parser.add_argument("--commit", default="unknown", help="of the tree, for the record (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="write the JSON there as well")
     args = parser.parse_args()
     if args.nodes == 1:
@@ -310,7 +314,7 @@ def main() -> int:
             node_back_s=args.node_back_s,
             seed=args.seed,
         )
-        ended, events = asyncio.run(
+        ended, events, error = asyncio.run(
             run(
                 app,
                 chaos,
@@ -326,14 +330,14 @@ def main() -> int:
     for reason, number in reasons.most_common(20):
         print(f"{number:6}  {reason}")
     result = {
-        **header("chaos"),
+        **header("chaos"), "commit": args.commit, **({"error": error} if error else {}),
         "requests": len(ended), "outcomes": dict(total), "reasons": dict(reasons.most_common(20)), "by_kind": kinds,
         "events": [event.as_json(events[0].at_s) for event in events],
     }  # fmt: skip
     print(json.dumps(result))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
-    return 1 if total["lost"] or total["wrong"] else 0
+    return 1 if error or total["lost"] or total["wrong"] else 0
 
 
 if __name__ == "__main__":

@@ -26,21 +26,21 @@ import numpy as np
 import psutil
 from tqdm import tqdm
 
-from tests.bench.bench_chaos import STAGES, ask
 from tests.bench.record import header
 from tests.serve.app_process import AppProcess, running_app
+from tests.serve.cluster_app import DEPLOYMENTS
 from tests.serve.examples import load_examples
+from tests.serve.streams import ask
 
 MIB = 1 << 20
 SAMPLE_EVERY_S = 1.0
-SHOWN = ("Ingress", *STAGES)
 
 
 class MemoryLog:
     """Private bytes of the replicas, and bytes of the object store, against requests done."""
 
     def __init__(self, app: AppProcess) -> None:
-        self._replicas = {name: _process(app, f"ServeReplica:{app.application}:{name}") for name in SHOWN}
+        self._replicas = {name: _process(app, f"ServeReplica:{app.application}:{name}") for name in DEPLOYMENTS}
         self._raylet = _process(app, "raylet/raylet")
         self.series: dict[str, list[tuple[int, float, int]]] = defaultdict(list)
         """By name: requests done, seconds since the start, bytes."""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import copy
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -107,6 +108,24 @@ async def test_a_request_that_kills_its_replicas_is_tried_a_bounded_number_of_ti
             assert (await deaths.count.remote())[name] == 3
             assert await ask(client, cluster.model, example) == ("right", "")
         await asyncio.to_thread(cluster.wait_until, cluster.is_whole)
+
+
+async def test_a_shutdown_that_is_interrupted_is_taken_back(cluster: ClusterApp) -> None:
+    example = load_examples()[0]
+    async with (
+        long_streams(cluster.url, cluster.model, LONG_STREAMS, LONG_TOKENS) as tasks,
+        httpx.AsyncClient(base_url=cluster.url, timeout=60.0) as client,
+        running_stop(cluster.nodes.address) as stopping,
+    ):
+        assert stopping.stderr is not None
+        await stopping.stderr.readline()
+        assert await ask(client, cluster.model, example) == ("failed", "503 shutting_down")
+        stopping.send_signal(signal.SIGINT)
+        told = (await stopping.stderr.read()).decode()
+        assert (await stopping.wait(), "takes requests again" in told) == (130, True), told
+        assert await ask(client, cluster.model, example) == ("right", "")
+        ended = await asyncio.gather(*tasks)
+    assert Counter(outcome for outcome, _ in ended) == {"right": LONG_STREAMS}, ended
 
 
 async def test_shutting_down_lets_streams_end_and_refuses_what_comes(cluster: ClusterApp) -> None:

@@ -62,6 +62,8 @@ class PathSpec:
     """Budgets are rounded up to a multiple of this (slots of one tile)."""
     of_frames: bool = False
     """Items are made of frames: budgets bound them too, and stand whole octaves apart, since such items are large."""
+    usual_slots: tuple[int, ...] = ()
+    """Sizes that items often have, worth a budget of exactly that size."""
 
 
 class VisionAdapter(Protocol):

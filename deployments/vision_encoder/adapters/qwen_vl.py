@@ -43,13 +43,25 @@ from deployments.vision_encoder.geometry import (
     window_order,
     window_positions,
 )
-from deployments.vision_encoder.host_copy import copy_bytes
 from deployments.vision_encoder.ops import Norm, Ops
 from deployments.vision_encoder.packing import Capacity, Load
 from deployments.vision_encoder.weights import WeightSource
 
 MIN_BUDGET_SLOTS = 64
 """A 224 x 224 picture: the smallest size seen often."""
+
+
+USUAL_PIXELS = (
+    *((side, side) for side in (224, 336, 448, 512, 672, 768, 896, 1024, 1280)),
+    *((640, 480), (800, 600), (1024, 768), (1280, 720), (1920, 1080)),
+)
+"""Width and height of pictures that are seen often."""
+
+
+def usual_slots(side: int) -> tuple[int, ...]:
+    """Slots of `USUAL_PIXELS`, ascending, where a slot is a square of `side` pixels and sizes are rounded to whole
+    slots, as the processors do."""
+    return tuple(sorted({round(width / side) * round(height / side) for width, height in USUAL_PIXELS}))
 
 
 class QwenVLAdapter:
@@ -68,7 +80,7 @@ class QwenVLAdapter:
         self.dtype = weights.merger.fc2.weight.dtype
         self.device = weights.merger.fc2.weight.device
         self.paths: tuple[PathSpec, ...] = (
-            PathSpec("image", MIN_BUDGET_SLOTS),
+            PathSpec("image", MIN_BUDGET_SLOTS, usual_slots=usual_slots(shape.patch_size * shape.merge)),
             PathSpec("video", MIN_BUDGET_SLOTS, of_frames=True),
         )
         self.capturable = attention.capturable and (not shape.window_slots or window_attention.capturable)
@@ -126,7 +138,8 @@ class QwenVLAdapter:
         shape = self.shape
         end = 0
         for item in items:
-            copy_bytes(host["patches"][end : end + len(item.patches)], item.patches)
+            # One thread: waking others took milliseconds on a busy host, the copy takes tenths of one.
+            host["patches"][end : end + len(item.patches)] = item.patches
             end += len(item.patches)
         host["patches"][end:] = 0
         if shape.window_slots:

@@ -274,7 +274,7 @@ def test_a_prompt_over_the_limit_is_refused_not_lost() -> None:
 
 
 @given(workloads, st.sampled_from([Split(0, 2), Split(1, 1), Split(2, 2)]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_every_request_ends(trace: list[TraceRequest], split: Split) -> None:
     played = replay(split, trace)
     assert played.finished == played.requests == 40

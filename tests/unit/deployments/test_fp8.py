@@ -21,7 +21,7 @@ from deployments.fp8 import (
     Fp8Ops,
     QuantizedRows,
     ScaledMmFp8,
-    _product_traits,
+    _least_rows,
     check_products,
     check_rows,
     choose_fp8,
@@ -201,11 +201,10 @@ def test_the_check_at_start_refuses_what_is_wrong(check: object, ops: Fp8Ops, me
         check(ops, torch.bfloat16, CPU)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("adds_bias", [True, False])
 @pytest.mark.parametrize("min_rows", [1, 16])
-def test_torchs_scaled_product_agrees(min_rows: int, adds_bias: bool) -> None:
+def test_torchs_scaled_product_agrees(min_rows: int) -> None:
     """Where this build of torch has it for the CPU, too."""
-    ops = ScaledMmFp8(min_rows, adds_bias=adds_bias)
+    ops = ScaledMmFp8(min_rows)
     try:
         ops.multiply(FP8.quantize(noise(16, 16)), FP8.quantize(noise(16, 16)), None, torch.bfloat16)
     except (RuntimeError, NotImplementedError) as exc:
@@ -214,10 +213,10 @@ def test_torchs_scaled_product_agrees(min_rows: int, adds_bias: bool) -> None:
 
 
 class FakeLibrary:
-    """`torch._scaled_mm` of a library that refuses biases or few rows."""
+    """`torch._scaled_mm` of a library that refuses few rows."""
 
-    def __init__(self, *, min_rows: int, takes_bias: bool) -> None:
-        self._min_rows, self._takes_bias = min_rows, takes_bias
+    def __init__(self, min_rows: int) -> None:
+        self._min_rows = min_rows
 
     def scaled_mm(
         self,
@@ -226,11 +225,10 @@ class FakeLibrary:
         *,
         scale_a: torch.Tensor,
         scale_b: torch.Tensor,
-        bias: torch.Tensor | None,
         out_dtype: torch.dtype,
         use_fast_accum: bool,
     ) -> torch.Tensor:
-        if len(values) < self._min_rows or (bias is not None and not self._takes_bias):
+        if len(values) < self._min_rows:
             raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
         assert scale_a.shape == (len(values), 1)
         assert scale_b.shape == (1, weight.shape[1])
@@ -238,26 +236,22 @@ class FakeLibrary:
         assert scale_b.is_contiguous()
         assert weight.t().is_contiguous()
         assert not any(size % 16 for size in weight.shape)
-        return FP8.multiply(QuantizedRows(values, scale_a), QuantizedRows(weight.t(), scale_b.t()), bias, out_dtype)
+        return FP8.multiply(QuantizedRows(values, scale_a), QuantizedRows(weight.t(), scale_b.t()), None, out_dtype)
 
 
-@pytest.mark.parametrize("takes_bias", [True, False])
 @pytest.mark.parametrize("min_rows", [1, 16])
-def test_a_library_gets_the_rows_and_biases_that_it_takes(
-    monkeypatch: pytest.MonkeyPatch, min_rows: int, takes_bias: bool
-) -> None:
-    monkeypatch.setattr(torch, "_scaled_mm", FakeLibrary(min_rows=min_rows, takes_bias=takes_bias).scaled_mm)
-    traits = _product_traits(torch.bfloat16, CPU)
-    assert traits == {"min_rows": min_rows, "adds_bias": takes_bias}
+def test_a_library_gets_as_many_rows_as_it_takes(monkeypatch: pytest.MonkeyPatch, min_rows: int) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", FakeLibrary(min_rows).scaled_mm)
+    assert _least_rows(torch.bfloat16, CPU) == min_rows
     weight, bias, x = noise(70, 40), noise(70, seed=1), noise(3, 40, seed=2)
-    ours, expected = (Fp8Linear(weight, bias, ops)(x) for ops in (ScaledMmFp8(**traits), FP8))
+    ours, expected = (Fp8Linear(weight, bias, ops)(x) for ops in (ScaledMmFp8(min_rows), FP8))
     torch.testing.assert_close(ours, expected)
 
 
 def test_a_library_without_such_products_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "_scaled_mm", FakeLibrary(min_rows=1_000, takes_bias=True).scaled_mm)
+    monkeypatch.setattr(torch, "_scaled_mm", FakeLibrary(1_000).scaled_mm)
     with pytest.raises(ValueError, match=r"quantization 'fp8' does not work here: CUBLAS_STATUS_NOT_SUPPORTED"):
-        _product_traits(torch.bfloat16, CPU)
+        _least_rows(torch.bfloat16, CPU)
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------

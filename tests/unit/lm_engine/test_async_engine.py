@@ -173,6 +173,16 @@ async def test_concurrent_requests_get_their_own_answers(start: StartBench, vlm:
     await bench.assert_idle()
 
 
+async def test_it_says_when_tokens_come(start: StartBench, prompt: Prompt) -> None:
+    """An encoder on the same device asks."""
+    bench = start()
+    assert not bench.engine.is_decoding
+    task = asyncio.create_task(bench.generate("r", prompt))
+    await until(lambda: bench.engine.is_decoding)
+    await task
+    await until(lambda: not bench.engine.is_decoding)
+
+
 async def test_items_of_a_request_are_asked_for_together(start: StartBench, vlm: TinyVlm) -> None:
     bench = start()
     prompt = vlm.prompt(Picture(1), " and ", Picture(2))

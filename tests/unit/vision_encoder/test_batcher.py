@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from deployments.errors import InternalError, OverloadedError
 from deployments.vision_encoder.adapters.base import VisionItem
-from deployments.vision_encoder.batcher import DynamicBatcher, round_size
+from deployments.vision_encoder.batcher import DynamicBatcher, Neighbour, round_size
 from deployments.vision_encoder.encoder import Deliver
+from deployments.vision_encoder.pace import Pace
 from deployments.vision_encoder.packing import Capacity, Load
 from deployments.vision_encoder.stats import EncoderStats
 
@@ -154,3 +155,56 @@ async def test_a_full_queue_is_overload_and_closing_refuses_what_waits() -> None
     with pytest.raises(OverloadedError):
         await submit(batcher, 4)
     first.cancel()
+
+
+def beside(
+    encode: Recorder, share: float, *, is_decoding: Callable[[], bool], stats: EncoderStats | None = None
+) -> DynamicBatcher:
+    """Every item is predicted to take as many seconds as its number; a round may have three."""
+    neighbour = Neighbour(pace=Pace(share, 3.0), is_decoding=is_decoding, predict_s=lambda item: float(item.grid[0]))
+    return DynamicBatcher(
+        encode, LIMIT, max_wait_s=0.0, max_queued_items=100, stats=stats or EncoderStats(), neighbour=neighbour
+    )
+
+
+async def test_rounds_are_short_while_a_neighbour_decodes() -> None:
+    encode = Recorder()
+    batcher = beside(encode, 1.0, is_decoding=lambda: True)
+    await asyncio.gather(*(submit(batcher, number) for number in (1, 2, 3, 4, 1)))
+    assert encode.rounds == [[1, 2], [3], [4], [1]]
+    await batcher.close()
+
+
+async def test_rounds_are_whole_while_no_neighbour_decodes() -> None:
+    encode = Recorder()
+    batcher = beside(encode, 1e-9, is_decoding=lambda: False)
+    await asyncio.gather(*(submit(batcher, number) for number in (1, 2, 3, 4)))
+    await submit(batcher, 5)
+    assert encode.rounds == [[1, 2, 3, 4], [5]]
+    await batcher.close()
+
+
+async def test_a_gap_ends_with_the_decoding() -> None:
+    """The gap behind the first round would take years."""
+    encode, decoding, stats = Recorder(), [True], EncoderStats()
+    batcher = beside(encode, 1e-12, is_decoding=lambda: decoding[0], stats=stats)
+    await submit(batcher, 1)
+    second = asyncio.create_task(submit(batcher, 2))
+    await asyncio.sleep(0.05)
+    assert encode.rounds == [[1]]
+    decoding[0] = False
+    assert await second == 2
+    assert stats.paced_seconds > 0
+    await batcher.close()
+
+
+async def test_closing_does_not_wait_for_a_gap() -> None:
+    encode = Recorder()
+    batcher = beside(encode, 1e-12, is_decoding=lambda: True)
+    await submit(batcher, 1)
+    second = asyncio.create_task(submit(batcher, 2))
+    await asyncio.sleep(0)
+    await batcher.close()
+    with pytest.raises(OverloadedError):
+        await second
+    assert encode.rounds == [[1]]

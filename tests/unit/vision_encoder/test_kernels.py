@@ -114,6 +114,21 @@ def test_the_check_refuses_what_rows_of_nobody_reach() -> None:
         check_frames(SdpaMasked(), shape("qwen2_5_vl", 2, 16), torch.float32, CPU)
 
 
+class Lucky(SdpaSegments):
+    """Right within the tolerance, and another value each time."""
+
+    calls = 0
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: list, scale: float) -> torch.Tensor:  # type: ignore[type-arg,override]
+        self.calls += 1
+        return super().attend(q, k, v, plan, scale) * (1 + 1e-4 * self.calls)
+
+
+def test_the_check_refuses_what_differs_from_call_to_call() -> None:
+    with pytest.raises(RuntimeError, match="from call to call"):
+        check_frames(Lucky(), shape("qwen2_5_vl", 2, 16), torch.float32, CPU)
+
+
 @pytest.mark.parametrize("value", [0.5, float("nan"), float("inf")])
 def test_a_difference_says_where_it_is(value: float) -> None:
     expected = torch.ones(4, 2, 3)

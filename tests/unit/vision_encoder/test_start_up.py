@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deployments.vision_encoder.adapters.qwen_vl import usual_slots
 from deployments.vision_encoder.calibrate import eager_sizes
 from deployments.vision_encoder.config import EncoderConfig
 from deployments.vision_encoder.costs import PassCost, fit_pair_seconds, fit_pass_cost
@@ -32,6 +33,9 @@ from deployments.vision_encoder.packing import Load
         ("encoder_cudagraph_token_budgets", (0,)),
         ("encoder_cudagraph_max_frames_per_batch", -1),
         ("cache_bytes", -1),
+        ("colocated_share", 0.0),
+        ("colocated_share", 1.5),
+        ("colocated_pass_s", 0.0),
     ],
 )
 def test_a_wrong_option_is_refused_with_its_name_and_value(option: str, value: object) -> None:
@@ -54,9 +58,16 @@ def test_ladders() -> None:
     assert make_ladder(100, 800, slot_step=100) == (100, 200, 400, 800)
     assert make_ladder(64, 128, steps_per_octave=8) == (64, 72, 80, 88, 96, 104, 112, 120, 128)
     assert make_ladder(64, 32) == (32,)
+    assert make_ladder(64, 512, usual=(7, 144, 128, 300, 2_000)) == (64, 128, 144, 256, 300, 512)
+    assert make_ladder(100, 800, slot_step=100, usual=(150, 300)) == (100, 200, 300, 400, 800)
     assert make_ladder(64, 1024, explicit=(512, 100)) == (100, 512)
     with pytest.raises(ValueError, match="2048"):
         make_ladder(64, 1024, explicit=(2048,))
+
+
+def test_usual_pictures_have_budgets_of_their_own() -> None:
+    """As the processors round them: 1024 x 1024 becomes 1036 x 1036, 37 slots of 28 pixels a side."""
+    assert {64, 144, 256, 324, 576, 729, 1_024, 1_369, 46 * 26, 69 * 39} <= set(usual_slots(28))
 
 
 @given(st.integers(1, 200), st.integers(1, 20_000), st.sampled_from([1, 2, 4, 8]), st.integers(1, 300))
